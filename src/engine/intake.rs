@@ -1,0 +1,432 @@
+//! The front door: what callers may do with operations. Every way in, first or again, ends in one [`Outcome`].
+
+use std::sync::{Arc, PoisonError, RwLock};
+use std::time::Duration;
+
+use tokio::time::Instant;
+use tokio_util::task::TaskTracker;
+use uuid::Uuid;
+
+use super::apply::{Apply, Work};
+use super::deliveries::Deliveries;
+use super::outcome::{Known, Outcome, Refusal};
+use super::replays::Replays;
+use crate::ledger::canonical;
+use crate::ledger::fingerprint::Fingerprint;
+use crate::ledger::key::Caller;
+use crate::ledger::kind::{Kind, Kinds};
+use crate::ledger::operation::{Operation, State, StateName};
+use crate::ledger::operation_id::OperationId;
+use crate::ledger::plan::{self, Beginning, Seen, Stored};
+use crate::ledger::receipt::{self, Receipt};
+use crate::ledger::submission::{MAX_DEPTH, Mode, Submission};
+use crate::ledger::tenant::Tenant;
+use crate::ledger::{read, settlement};
+use crate::postgres::error::{Error as DatabaseError, Trouble};
+use crate::postgres::pool::Pool;
+use crate::postgres::session::{Limits, Session};
+use crate::telemetry::metrics::Metrics;
+
+/// Limits of the short statements here.
+const LIMITS: Limits = Limits { lock: Duration::from_secs(2), statement: Duration::from_secs(5) };
+
+/// How often a waiting caller looks again.
+const LOOK_AGAIN: Duration = Duration::from_millis(100);
+
+/// How long a caller is ready to wait for a settled answer.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Preference {
+    /// Answer at once, run afterwards.
+    pub respond_async: bool,
+    /// Wait this long for an operation that another delivery runs.
+    pub wait: Option<Duration>,
+}
+
+pub struct Intake {
+    pub pool: Pool,
+    pub apply: Arc<Apply>,
+    pub replays: Arc<Replays>,
+    pub deliveries: Arc<Deliveries>,
+    pub metrics: Arc<Metrics>,
+    pub tasks: TaskTracker,
+    pub instance: Uuid,
+    pub kinds: RwLock<Arc<Kinds>>,
+}
+
+/// Why an operation could not be cancelled.
+#[derive(Debug)]
+pub enum NotCancelled {
+    /// The tenant has no such operation.
+    NotFound,
+    /// Another key asked for it.
+    NotYours,
+    /// It has begun, or it is over.
+    TooLate(Known),
+    Refused(Refusal),
+}
+
+impl Intake {
+    /// The kinds as they are configured now.
+    pub fn kinds(&self) -> Arc<Kinds> {
+        self.kinds.read().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    /// Puts another configuration's kinds in place; requests under way keep theirs.
+    pub fn replace_kinds(&self, kinds: Kinds) {
+        *self.kinds.write().unwrap_or_else(PoisonError::into_inner) = Arc::new(kinds);
+    }
+
+    /// Submits an operation: performs it once, or says what became of it.
+    pub async fn submit(
+        self: &Arc<Self>,
+        submission: Submission,
+        mode: Mode,
+        preference: Preference,
+    ) -> Result<Outcome, Refusal> {
+        let (tenant, id, fingerprint) = (submission.tenant.clone(), submission.id.clone(), submission.fingerprint);
+        if let Some(replay) = self.replays.find(&tenant, &id, &fingerprint) {
+            self.deliveries.count(&tenant, &id);
+            return Ok(replay);
+        }
+        let outcome = match (mode, preference.respond_async) {
+            (Mode::Plan, _) => self.store(submission, Beginning::Planned).await?,
+            (Mode::Execute, true) => self.accept(submission).await?,
+            (Mode::Execute, false) => self.apply.run(Arc::new(submission), Work::First).await?,
+        };
+        self.count(&tenant, &outcome);
+        self.wait(&tenant, &id, &fingerprint, outcome, preference).await
+    }
+
+    /// What is known under an id, for a request that could not run anyway.
+    pub async fn known(
+        &self,
+        tenant: &Tenant,
+        id: &OperationId,
+        fingerprint: &Fingerprint,
+    ) -> Result<Option<Outcome>, Refusal> {
+        let operation = self.operation(tenant, id).await?;
+        let outcome = operation.map(|operation| Outcome::of(&operation, fingerprint));
+        if let Some(outcome) = &outcome {
+            self.count(tenant, outcome);
+        }
+        Ok(outcome)
+    }
+
+    /// Runs a planned operation.
+    pub async fn execute(
+        self: &Arc<Self>,
+        caller: &Caller,
+        operation: &Operation,
+        preference: Preference,
+    ) -> Result<Outcome, Refusal> {
+        let (tenant, id, fingerprint) = (&operation.tenant, &operation.id, &operation.fingerprint);
+        let outcome = match operation.state {
+            State::Planned => self.claim_and_run(operation, &caller.actor(), preference).await?,
+            State::WaitingApproval
+            | State::Running
+            | State::RetryWait
+            | State::NeedsReconciliation
+            | State::Rejected(_)
+            | State::Cancelled(_)
+            | State::Succeeded(_)
+            | State::Failed(_)
+            | State::Compensating(_)
+            | State::Compensated(_) => Outcome::of(operation, fingerprint),
+        };
+        self.wait(tenant, id, fingerprint, outcome, preference).await
+    }
+
+    /// Withdraws an operation that has not begun; doing so again changes nothing.
+    pub async fn cancel(&self, caller: &Caller, id: &OperationId) -> Result<(), NotCancelled> {
+        let tenant = &caller.tenant;
+        let operation = self.operation(tenant, id).await.map_err(NotCancelled::Refused)?;
+        let Some(operation) = operation.filter(|operation| caller.covers(&operation.kind)) else {
+            return Err(NotCancelled::NotFound);
+        };
+        if *operation.requested_by != *caller.key_id {
+            return Err(NotCancelled::NotYours);
+        }
+        let name = operation.state.name();
+        if name == StateName::Cancelled {
+            return Ok(());
+        }
+        if !name.may_become(StateName::Cancelled) {
+            return Err(NotCancelled::TooLate(Known::of(&operation)));
+        }
+        match self.write_cancellation(caller, &operation).await {
+            Ok(true) => Ok(()),
+            // It changed between the two statements; it has begun or is cancelled already.
+            Ok(false) => Err(NotCancelled::TooLate(Known::of(&operation))),
+            Err(error) => Err(NotCancelled::Refused(refusal(&error))),
+        }
+    }
+
+    /// The operation of that id.
+    pub async fn operation(&self, tenant: &Tenant, id: &OperationId) -> Result<Option<Operation>, Refusal> {
+        self.read(async |session| read::one(session, tenant, id).await).await
+    }
+
+    /// Runs a few reading statements on one session.
+    pub async fn read<T>(
+        &self,
+        statements: impl AsyncFnOnce(&mut Session) -> Result<T, read::Error>,
+    ) -> Result<T, Refusal> {
+        let mut session = self.pool.reader(LIMITS).await.map_err(|error| refusal(&error))?;
+        let found = statements(&mut session).await.map_err(|error| match error {
+            read::Error::Database(error) => refusal(&error),
+            read::Error::Impossible { .. } => {
+                tracing::error!(error = %error, "cannot read an operation");
+                Refusal::Internal
+            }
+        })?;
+        session.finish().await.map_err(|error| refusal(&error))?;
+        Ok(found)
+    }
+
+    /// Claims what a sweep found abandoned, and runs it in the background.
+    pub async fn take_over(self: &Arc<Self>, tenant: &Tenant, id: &OperationId, seen: Seen) -> Result<(), DatabaseError> {
+        let Some(stored) = self.claim(tenant, id, seen, &self.actor()).await? else { return Ok(()) };
+        self.run_in_background(stored);
+        Ok(())
+    }
+
+    /// How history names this process.
+    pub fn actor(&self) -> String {
+        format!("instance:{}", self.instance)
+    }
+
+    /// Stores without running; an id that is known already says what is there.
+    async fn store(&self, submission: Submission, beginning: Beginning) -> Result<Outcome, Refusal> {
+        let stored = self.write(async |session| plan::store(session, &submission, beginning).await).await;
+        if stored.map_err(|error| refusal(&error))? {
+            let state = match beginning {
+                Beginning::Planned => StateName::Planned,
+                Beginning::Accepted { .. } | Beginning::Claimed { .. } => StateName::Running,
+            };
+            return Ok(Outcome::Accepted { operation: known(&submission, state) });
+        }
+        let found = self.operation(&submission.tenant, &submission.id).await?;
+        // Gone again between the two statements: its tombstone was just forgotten.
+        found.map(|operation| Outcome::of(&operation, &submission.fingerprint)).ok_or(Refusal::Unavailable)
+    }
+
+    /// Stores and claims at once, answers, and runs in the background.
+    async fn accept(self: &Arc<Self>, submission: Submission) -> Result<Outcome, Refusal> {
+        let submission = Arc::new(submission);
+        let beginning = Beginning::Accepted { instance: self.instance };
+        let stored = self.write(async |session| plan::store(session, &submission, beginning).await).await;
+        if stored.map_err(|error| refusal(&error))? {
+            let operation = known(&submission, StateName::Running);
+            self.spawn(submission, Work::Claimed { attempt: 1, version: 1 });
+            return Ok(Outcome::Accepted { operation });
+        }
+        match self.operation(&submission.tenant, &submission.id).await? {
+            // The caller asked not to wait: still running is no conflict for it.
+            Some(operation) => Ok(match Outcome::of(&operation, &submission.fingerprint) {
+                Outcome::InProgress { operation } => Outcome::Accepted { operation },
+                outcome => outcome,
+            }),
+            None => Err(Refusal::Unavailable),
+        }
+    }
+
+    async fn claim_and_run(
+        self: &Arc<Self>,
+        operation: &Operation,
+        actor: &str,
+        preference: Preference,
+    ) -> Result<Outcome, Refusal> {
+        let (tenant, id) = (&operation.tenant, &operation.id);
+        let seen = Seen { state: operation.state.name(), version: operation.version };
+        let claimed = self.claim(tenant, id, seen, actor).await.map_err(|error| refusal(&error))?;
+        let Some(stored) = claimed else {
+            let found = self.operation(tenant, id).await?;
+            return found.map(|found| Outcome::of(&found, &operation.fingerprint)).ok_or(Refusal::Unavailable);
+        };
+        if preference.respond_async {
+            self.run_in_background(stored);
+            return Ok(Outcome::Accepted { operation: Known { state: Some(StateName::Running), ..Known::of(operation) } });
+        }
+        let work = Work::Claimed { attempt: stored.attempt, version: stored.version };
+        match self.submission(&stored) {
+            Some(submission) => self.apply.run(Arc::new(submission), work).await,
+            None => self.without_kind(&stored).await,
+        }
+    }
+
+    async fn claim(
+        &self,
+        tenant: &Tenant,
+        id: &OperationId,
+        seen: Seen,
+        actor: &str,
+    ) -> Result<Option<Stored>, DatabaseError> {
+        self.write(async |session| plan::claim(session, tenant, id, seen, self.instance, actor).await).await
+    }
+
+    fn run_in_background(self: &Arc<Self>, stored: Stored) {
+        let work = Work::Claimed { attempt: stored.attempt, version: stored.version };
+        match self.submission(&stored) {
+            Some(submission) => self.spawn(Arc::new(submission), work),
+            None => {
+                let intake = self.clone();
+                self.tasks.spawn(async move { drop(intake.without_kind(&stored).await) });
+            }
+        }
+    }
+
+    fn spawn(self: &Arc<Self>, submission: Arc<Submission>, work: Work) {
+        let intake = self.clone();
+        self.tasks.spawn(async move {
+            let id = submission.id.clone();
+            if let Err(refusal) = intake.apply.run(submission, work).await {
+                tracing::warn!(operation.id = %id, error = %refusal, "operation waits for its next attempt");
+            }
+        });
+    }
+
+    /// A stored operation's submission, put together again; `None` if its kind is not configured any more.
+    fn submission(&self, stored: &Stored) -> Option<Submission> {
+        let kind: Arc<Kind> = self.kinds().get(&stored.kind)?.clone();
+        let payload = canonical::parse(stored.payload.as_bytes(), MAX_DEPTH).ok()?;
+        let canonical = String::from_utf8(payload.canonical()).ok()?;
+        Some(Submission {
+            tenant: stored.tenant.clone(),
+            id: stored.id.clone(),
+            fingerprint: Fingerprint::of_canonical(&stored.kind, canonical.as_bytes()),
+            kind,
+            payload: stored.payload.as_str().into(),
+            canonical: canonical.into(),
+            run: None,
+            external_reference: None,
+            requested_by: stored.requested_by.as_str().into(),
+            trace_parent: stored.trace_parent.clone(),
+        })
+    }
+
+    /// Puts an operation back whose kind is not configured here; a process with the kind will run it.
+    async fn without_kind(&self, stored: &Stored) -> Result<Outcome, Refusal> {
+        const DELAY: Duration = Duration::from_secs(30);
+        tracing::error!(operation.id = %stored.id, kind = stored.kind, "the kind of a stored operation is not configured");
+        let fence = plan::Fence { attempt: stored.attempt, instance: self.instance };
+        let reason = "its kind is not configured";
+        let put_back = self
+            .write(async |session| plan::wait(session, &stored.tenant, &stored.id, fence, DELAY, reason, None).await)
+            .await;
+        put_back.map_err(|error| refusal(&error))?;
+        let raised = receipt::Raised {
+            sqlstate: "42883".to_owned(),
+            message: format!("the kind {} is not configured", stored.kind),
+            detail: None,
+        };
+        Ok(Outcome::HandlerBroken { id: stored.id.clone(), raised })
+    }
+
+    async fn write_cancellation(&self, caller: &Caller, operation: &Operation) -> Result<bool, DatabaseError> {
+        let retention = self
+            .kinds()
+            .get(&operation.kind)
+            .map_or(crate::config::DEFAULT_RETENTION, |kind| kind.retention);
+        let seen = Seen { state: operation.state.name(), version: operation.version };
+        self.write(async |session| {
+            let (tenant, id) = (&operation.tenant, &operation.id);
+            let Some(times) = plan::cancel(session, tenant, id, seen, retention).await? else { return Ok(false) };
+            let receipt = Receipt::cancelled(receipt::Settled {
+                id,
+                kind: &operation.kind,
+                fingerprint: &operation.fingerprint,
+                attempt: operation.attempt,
+                settled_at: times.settled_at,
+            });
+            let settled = settlement::Settled {
+                id,
+                state: StateName::Cancelled,
+                version: times.version,
+                attempt: operation.attempt,
+                receipt: &receipt,
+                settled_at: times.settled_at,
+                expires_at: times.expires_at,
+                actor: &caller.actor(),
+                raised: None,
+            };
+            settlement::store_all(session, tenant, &[settled]).await?;
+            Ok(true)
+        })
+        .await
+    }
+
+    async fn write<T>(
+        &self,
+        statements: impl AsyncFnOnce(&mut Session) -> Result<T, DatabaseError>,
+    ) -> Result<T, DatabaseError> {
+        let mut session = self.pool.transaction(LIMITS).await?;
+        let written = statements(&mut session).await?;
+        session.commit().await?;
+        Ok(written)
+    }
+
+    /// Waits as long as the caller prefers for an operation to settle.
+    async fn wait(
+        &self,
+        tenant: &Tenant,
+        id: &OperationId,
+        fingerprint: &Fingerprint,
+        mut outcome: Outcome,
+        preference: Preference,
+    ) -> Result<Outcome, Refusal> {
+        let Some(wait) = preference.wait else { return Ok(outcome) };
+        let until = Instant::now() + wait;
+        while matches!(outcome, Outcome::Accepted { .. } | Outcome::InProgress { .. }) && Instant::now() < until {
+            tokio::time::sleep(LOOK_AGAIN.min(until - Instant::now())).await;
+            let Some(operation) = self.operation(tenant, id).await? else { continue };
+            outcome = match Outcome::of(&operation, fingerprint) {
+                Outcome::InProgress { operation } if preference.respond_async => Outcome::Accepted { operation },
+                outcome => outcome,
+            };
+        }
+        Ok(outcome)
+    }
+
+    /// Counts the delivery in metrics, and on the operation if it was known before.
+    fn count(&self, tenant: &Tenant, outcome: &Outcome) {
+        let again = match outcome {
+            Outcome::Settled { operation, replayed: true, .. }
+            | Outcome::InProgress { operation }
+            | Outcome::Unknown { operation }
+            | Outcome::Expired { operation, .. } => Some(operation),
+            // A mismatch leaves nothing behind, not even a count.
+            Outcome::Settled { .. }
+            | Outcome::Accepted { .. }
+            | Outcome::Mismatch { .. }
+            | Outcome::HandlerBroken { .. } => None,
+        };
+        if let Some(operation) = again {
+            self.deliveries.count(tenant, &operation.id);
+        }
+    }
+}
+
+fn known(submission: &Submission, state: StateName) -> Known {
+    Known {
+        id: submission.id.clone(),
+        kind: submission.kind.name.clone(),
+        state: Some(state),
+        fingerprint: submission.fingerprint,
+        trace_parent: submission.trace_parent.as_deref().map(Into::into),
+    }
+}
+
+/// Logs a failed statement once and tells the caller whether to come back.
+pub fn refusal(error: &DatabaseError) -> Refusal {
+    let cause = std::error::Error::source(error).map(ToString::to_string).unwrap_or_default();
+    match error.trouble() {
+        Trouble::Passing | Trouble::LockTimeout => {
+            tracing::warn!(error = %error, cause, "the database is not available");
+            Refusal::Unavailable
+        }
+        Trouble::Lasting => {
+            tracing::error!(error = %error, cause, "the database refused a statement");
+            Refusal::Internal
+        }
+    }
+}

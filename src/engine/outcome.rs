@@ -1,0 +1,116 @@
+//! What a verb came to: values, without HTTP.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use time::OffsetDateTime;
+use tokio::time::Instant;
+
+use crate::ledger::fingerprint::Fingerprint;
+use crate::ledger::operation::{Operation, StateName, Verdict};
+use crate::ledger::operation_id::OperationId;
+use crate::ledger::receipt::{Raised, Receipt};
+
+/// What a caller is told about an operation.
+#[derive(Debug, Clone)]
+pub enum Outcome {
+    /// Settled: this is the receipt, to be served until `serve_until` at the latest.
+    Settled {
+        operation: Known,
+        receipt: Arc<Receipt>,
+        expires_at: OffsetDateTime,
+        serve_until: Instant,
+        replayed: bool,
+    },
+    /// Stored and not settled; ask again later.
+    Accepted { operation: Known },
+    /// Another delivery is at it.
+    InProgress { operation: Known },
+    /// It may have acted; nobody knows.
+    Unknown { operation: Known },
+    /// The id belongs to another payload or kind.
+    Mismatch { original: Known, created_at: Option<OffsetDateTime>, requested: Fingerprint },
+    /// It was settled, and its receipt is no longer kept.
+    Expired { operation: Known, settled_at: OffsetDateTime, expires_at: OffsetDateTime },
+    /// The handler raised what no handler may raise; nothing was stored.
+    HandlerBroken { id: OperationId, raised: Raised },
+}
+
+/// What is known of an operation when it is answered.
+#[derive(Debug, Clone)]
+pub struct Known {
+    pub id: OperationId,
+    pub kind: Arc<str>,
+    /// `None` while it is being run by a transaction whose rows nobody else can see yet.
+    pub state: Option<StateName>,
+    pub fingerprint: Fingerprint,
+    /// Trace context of the first delivery.
+    pub trace_parent: Option<Arc<str>>,
+}
+
+/// Why a verb gives no outcome. None of these stores anything or spends an id.
+#[derive(Debug, Clone, thiserror::Error)]
+pub enum Refusal {
+    #[error("too many operations are queued")]
+    Busy { retry_after: Duration },
+    #[error("the ledger's database is not available")]
+    Unavailable,
+    #[error("this process is stopping")]
+    Stopping,
+    #[error("the ledger failed in a way that trying again may not mend")]
+    Internal,
+}
+
+impl Outcome {
+    /// Tells a delivery of a known operation what the rule says.
+    pub fn of(operation: &Operation, fingerprint: &Fingerprint) -> Self {
+        let known = Known::of(operation);
+        match operation.on_request(fingerprint) {
+            Verdict::Mismatch => {
+                Self::Mismatch { original: known, created_at: Some(operation.created_at), requested: *fingerprint }
+            }
+            Verdict::Accepted => Self::Accepted { operation: known },
+            Verdict::InProgress => Self::InProgress { operation: known },
+            Verdict::Unknown => Self::Unknown { operation: known },
+            Verdict::Replay(receipt) => match operation.state.settlement() {
+                Some(settlement) => Self::Settled {
+                    operation: known,
+                    receipt,
+                    expires_at: settlement.expires_at,
+                    // The database's clock says how long is left; this machine's only counts it down.
+                    serve_until: after(settlement.expires_at - settlement.read_at),
+                    replayed: true,
+                },
+                // A replay comes from a settlement, by `on_request`.
+                None => Self::InProgress { operation: known },
+            },
+            Verdict::Expired => match operation.state.settlement() {
+                Some(settlement) => Self::Expired {
+                    operation: known,
+                    settled_at: settlement.settled_at,
+                    expires_at: settlement.expires_at,
+                },
+                None => Self::InProgress { operation: known },
+            },
+        }
+    }
+}
+
+/// The moment `left` from now; a retention beyond what the clock can count never ends.
+pub fn after(left: time::Duration) -> Instant {
+    let left = Duration::try_from(left).unwrap_or_default();
+    let now = Instant::now();
+    now.checked_add(left).unwrap_or(now + Duration::from_secs(u64::from(u32::MAX)))
+}
+
+impl Known {
+    pub fn of(operation: &Operation) -> Self {
+        Self {
+            id: operation.id.clone(),
+            kind: operation.kind.as_str().into(),
+            state: Some(operation.state.name()),
+            fingerprint: operation.fingerprint,
+            trace_parent: operation.trace_parent.as_deref().map(Into::into),
+        }
+    }
+}

@@ -1,0 +1,206 @@
+//! The receipt: the immutable answer, the same bytes every time.
+//!
+//! This file fixes the bytes of an in-database operation's answer. They are written once, when the operation settles,
+//! and never again: a later release may write new receipts differently, but it replays old ones as they are.
+
+use bytes::Bytes;
+use serde::Serialize;
+use serde_json::value::RawValue;
+use sha2::{Digest, Sha256};
+use time::OffsetDateTime;
+use time::format_description::BorrowedFormatItem;
+use time::macros::format_description;
+
+use super::fingerprint::Fingerprint;
+use super::operation::StateName;
+use super::operation_id::OperationId;
+
+/// RFC 3339 in UTC with microseconds, as every time in our answers.
+const TIME: &[BorrowedFormatItem<'static>] =
+    format_description!("[year]-[month]-[day]T[hour]:[minute]:[second].[subsecond digits:6]Z");
+
+/// Formats a time as answers show it.
+pub fn format_time(time: OffsetDateTime) -> String {
+    // Formatting fails only for years beyond four digits, which PostgreSQL's clock will not show.
+    time.to_offset(time::UtcOffset::UTC).format(TIME).unwrap_or_default()
+}
+
+/// A stored answer: status, header lines in order, body bytes.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Receipt {
+    pub status: u16,
+    pub headers: Vec<(String, String)>,
+    pub body: Bytes,
+    pub body_sha256: [u8; 32],
+}
+
+/// What a handler refused with.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Raised {
+    pub sqlstate: String,
+    pub message: String,
+    pub detail: Option<String>,
+}
+
+impl Raised {
+    /// Keeps the detail that a handler wrote itself, and drops PostgreSQL's own: that of a constraint shows the whole
+    /// failing row, which is not the caller's to see.
+    pub fn without_row_contents(mut self) -> Self {
+        if !self.sqlstate.starts_with("OL") && self.sqlstate != "P0001" {
+            self.detail = None;
+        }
+        self
+    }
+}
+
+/// What every receipt says about its operation.
+#[derive(Debug, Clone, Copy)]
+pub struct Settled<'a> {
+    pub id: &'a OperationId,
+    pub kind: &'a str,
+    pub fingerprint: &'a Fingerprint,
+    pub attempt: i32,
+    pub settled_at: OffsetDateTime,
+}
+
+impl Receipt {
+    pub fn new(status: u16, headers: Vec<(String, String)>, body: Bytes) -> Self {
+        let body_sha256 = Sha256::digest(&body).into();
+        Self { status, headers, body, body_sha256 }
+    }
+
+    /// 200: the effect is committed; `result` is what the handler returned, as JSON text.
+    pub fn succeeded(settled: Settled<'_>, result: &RawValue) -> Self {
+        #[derive(Serialize)]
+        struct Body<'a> {
+            operation_id: &'a str,
+            kind: &'a str,
+            state: &'static str,
+            fingerprint: &'a Fingerprint,
+            attempt: i32,
+            result: &'a RawValue,
+            settled_at: String,
+        }
+        let body = Body {
+            operation_id: settled.id.as_str(),
+            kind: settled.kind,
+            state: StateName::Succeeded.as_str(),
+            fingerprint: settled.fingerprint,
+            attempt: settled.attempt,
+            result,
+            settled_at: format_time(settled.settled_at),
+        };
+        Self::json(200, "application/json", &body)
+    }
+
+    /// 422: a business rule refused; no effect, and a new try needs a new intent.
+    pub fn failed(settled: Settled<'_>, raised: &Raised) -> Self {
+        #[derive(Serialize)]
+        struct Body<'a> {
+            r#type: &'static str,
+            title: &'static str,
+            status: u16,
+            code: &'static str,
+            detail: &'a str,
+            retryable: bool,
+            operation_id: &'a str,
+            operation_url: String,
+            kind: &'a str,
+            state: &'static str,
+            fingerprint: &'a Fingerprint,
+            attempt: i32,
+            sqlstate: &'a str,
+            handler_detail: Option<&'a str>,
+            result: Option<()>,
+            settled_at: String,
+        }
+        let body = Body {
+            r#type: "/problems/operation-failed",
+            title: "The operation was refused by a business rule",
+            status: 422,
+            code: "operation-failed",
+            detail: &raised.message,
+            retryable: false,
+            operation_id: settled.id.as_str(),
+            operation_url: settled.id.url(),
+            kind: settled.kind,
+            state: StateName::Failed.as_str(),
+            fingerprint: settled.fingerprint,
+            attempt: settled.attempt,
+            sqlstate: &raised.sqlstate,
+            handler_detail: raised.detail.as_deref(),
+            result: None,
+            settled_at: format_time(settled.settled_at),
+        };
+        Self::json(422, "application/problem+json", &body)
+    }
+
+    /// 409: withdrawn before it ran.
+    pub fn cancelled(settled: Settled<'_>) -> Self {
+        #[derive(Serialize)]
+        struct Body<'a> {
+            r#type: &'static str,
+            title: &'static str,
+            status: u16,
+            code: &'static str,
+            detail: &'static str,
+            retryable: bool,
+            operation_id: &'a str,
+            operation_url: String,
+            kind: &'a str,
+            state: &'static str,
+            fingerprint: &'a Fingerprint,
+            settled_at: String,
+        }
+        let body = Body {
+            r#type: "/problems/operation-cancelled",
+            title: "The operation was cancelled before it ran",
+            status: 409,
+            code: "operation-cancelled",
+            detail: "this operation was withdrawn and will never run; a new intent needs a new operation id",
+            retryable: false,
+            operation_id: settled.id.as_str(),
+            operation_url: settled.id.url(),
+            kind: settled.kind,
+            state: StateName::Cancelled.as_str(),
+            fingerprint: settled.fingerprint,
+            settled_at: format_time(settled.settled_at),
+        };
+        Self::json(409, "application/problem+json", &body)
+    }
+
+    fn json(status: u16, content_type: &str, body: &impl Serialize) -> Self {
+        // These structs hold strings, numbers and JSON text: none of them can fail to serialise.
+        let body = serde_json::to_vec(body).unwrap_or_default();
+        Self::new(status, vec![("content-type".to_owned(), content_type.to_owned())], body.into())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn times_are_utc_with_microseconds() {
+        let time = OffsetDateTime::from_unix_timestamp_nanos(1_700_000_000_000_120_999).unwrap();
+        assert_eq!(format_time(time), "2023-11-14T22:13:20.000120Z");
+    }
+
+    #[test]
+    fn a_receipt_keeps_the_handlers_result_to_the_byte() {
+        let id = OperationId::parse("a/b").unwrap();
+        let fingerprint = format!("v1:{}", "0".repeat(64)).parse().unwrap();
+        let settled = Settled {
+            id: &id,
+            kind: "k",
+            fingerprint: &fingerprint,
+            attempt: 1,
+            settled_at: OffsetDateTime::UNIX_EPOCH,
+        };
+        let result = RawValue::from_string(r#"{"n": 12233344445555567, "d": 0.1000}"#.to_owned()).unwrap();
+        let receipt = Receipt::succeeded(settled, &result);
+        let body = std::str::from_utf8(&receipt.body).unwrap();
+        assert!(body.contains(r#""result":{"n": 12233344445555567, "d": 0.1000}"#), "{body}");
+        assert_eq!(receipt.body_sha256, <[u8; 32]>::from(Sha256::digest(&receipt.body)));
+    }
+}
