@@ -3,6 +3,7 @@
 //! Imports run downwards only: `cli` → `app` → `http` → `engine` → `ledger` → `postgres`. See docs/ARCHITECTURE.md.
 
 pub mod app;
+pub mod cli;
 
 pub mod config;
 pub mod engine;

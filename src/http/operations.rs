@@ -300,7 +300,7 @@ async fn list(State(app): State<Arc<App>>, RawQuery(query): RawQuery, headers: H
     }
     let next_cursor = found.last().filter(|_| more).map(|last| query::cursor(&format_time(last.created_at), &last.operation_id));
     let operations: Vec<Document> = found.into_iter().map(|summary| Document::new(&app, &caller, summary)).collect();
-    Ok(answer::json(StatusCode::OK, &serde_json::json!({ "operations": operations, "next_cursor": next_cursor })))
+    Ok(answer::json(StatusCode::OK, &Page { operations, next_cursor }))
 }
 
 fn filter(parameters: &mut Parameters, caller: &Caller) -> Result<(Filter, i64), Problem> {
@@ -344,6 +344,12 @@ fn place(parameters: &mut Parameters) -> Result<Option<Place>, Problem> {
     let Some((created_at, operation_id)) = parameters.cursor()? else { return Ok(None) };
     let created_at = OffsetDateTime::parse(&created_at, &Rfc3339).map_err(|_| query::bad_cursor())?;
     Ok(Some(Place { created_at, operation_id }))
+}
+
+#[derive(Serialize)]
+struct Page {
+    operations: Vec<Document>,
+    next_cursor: Option<String>,
 }
 
 /// An operation as it is shown.

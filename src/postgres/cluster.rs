@@ -199,6 +199,11 @@ impl Cluster {
         }
     }
 
+    /// Whether the postmaster still runs.
+    pub fn is_running(&mut self) -> bool {
+        self.server.as_mut().is_some_and(Server::is_running)
+    }
+
     /// Starts the server again after a [`kill`](Self::kill), and kills it first if it still runs.
     /// It is bound to the calling thread as by [`start`](Self::start).
     pub fn restart(&mut self) -> Result<(), Error> {

@@ -117,6 +117,10 @@ impl Server {
         self.child.id()
     }
 
+    pub fn is_running(&mut self) -> bool {
+        matches!(self.status(), Ok(None))
+    }
+
     fn wait_until_ready(&mut self) -> Result<Readiness, Error> {
         let give_up_at = Instant::now() + READY_WITHIN;
         while Instant::now() < give_up_at {

@@ -1,0 +1,73 @@
+//! The command line: one file a command. `main` parses, this dispatches.
+
+mod check;
+mod dev;
+mod healthcheck;
+mod migrate;
+mod purge;
+mod serve;
+mod shop;
+
+use std::process::ExitCode;
+
+use clap::{CommandFactory, Parser, Subcommand};
+
+use crate::config::LogArgs;
+use crate::telemetry;
+
+/// The receiving side that makes an agent's retries safe: one operation id, one effect, one receipt.
+#[derive(Debug, Parser)]
+#[command(name = "opledger", version, after_help = EXAMPLES)]
+pub struct Cli {
+    #[command(subcommand)]
+    command: Command,
+    #[command(flatten)]
+    log: LogArgs,
+}
+
+const EXAMPLES: &str = "\
+Examples:
+  opledger dev                                     a private PostgreSQL, an example business, keys, three curl commands
+  opledger migrate --grant-to opledger             prepare a database (as its owner)
+  opledger serve --config opledger.toml            serve it (as the role opledger)
+  opledger operations get acme:order-1001:refund:rev-1
+  opledger doctor                                  what is wrong with database, clock, settings, handlers";
+
+#[derive(Debug, Subcommand)]
+enum Command {
+    /// Serve the API over your own PostgreSQL
+    Serve(serve::Args),
+    /// Serve an example business over a private PostgreSQL, to try things out
+    Dev(dev::Args),
+    /// Bring the database to this program's schema
+    Migrate(migrate::Args),
+    /// Check a configuration file, its schemas and its handlers
+    Check(check::Args),
+    /// Remove expired receipts now
+    Purge(purge::Args),
+    // Keys(keys::Command),
+    // Operations(operations::Command),
+    // Doctor(doctor::Args),
+    /// Ask a running service whether it is healthy (exit code 0 or 1)
+    Healthcheck(healthcheck::Args),
+    // Completions(completions::Args),
+}
+
+impl Cli {
+    /// Runs the command. Called on the main thread, which `dev`'s private PostgreSQL is bound to.
+    pub async fn run(self) -> anyhow::Result<ExitCode> {
+        telemetry::start(self.log.log_format, &self.log.log)?;
+        match self.command {
+            Command::Serve(args) => serve::run(args).await,
+            Command::Dev(args) => dev::run(args).await,
+            Command::Migrate(args) => migrate::run(args).await,
+            Command::Check(args) => check::run(args).await,
+            Command::Purge(args) => purge::run(args).await,
+            //             Command::Keys(command) => keys::run(command).await,
+            //             Command::Operations(command) => operations::run(command).await,
+            //             Command::Doctor(args) => doctor::run(args).await,
+            Command::Healthcheck(args) => healthcheck::run(args).await,
+            //             Command::Completions(args) => completions::run(args, Self::command()),
+        }
+    }
+}

@@ -1,0 +1,49 @@
+//! `opledger check`: would this configuration serve?
+
+use std::process::ExitCode;
+
+use crate::app;
+use crate::config::{self, DatabaseArgs, FileArgs};
+use crate::postgres::pool::Pool;
+
+#[derive(Debug, clap::Args)]
+#[command(after_help = "\
+Examples:
+  opledger check --config opledger.toml --offline      the file and its JSON Schemas
+  DATABASE_URL=… opledger check                        that each handler exists and may be called, too")]
+pub struct Args {
+    #[command(flatten)]
+    file: FileArgs,
+    #[command(flatten)]
+    database: DatabaseArgs,
+    /// Leave the database out
+    #[arg(long)]
+    offline: bool,
+}
+
+pub async fn run(args: Args) -> anyhow::Result<ExitCode> {
+    let config = config::load(&args.file.config)?;
+    for kind in config.kinds.iter() {
+        let schema = if kind.schema.is_some() { "with a schema" } else { "without a schema: any JSON is taken" };
+        println!("kind {}: handler {}, {schema}", kind.name, kind.handler);
+    }
+    let count = config.kinds.iter().count();
+    if count == 0 {
+        println!("no kinds are registered: nothing can be submitted");
+    }
+    if args.offline {
+        println!("{}: file and schemas are valid; handlers were not looked at", args.file.config.display());
+        return Ok(ExitCode::SUCCESS);
+    }
+    let pool = Pool::open(&config.file.database.options(args.database.url()?)).await?;
+    let faults = app::handler_faults(&pool, &config.kinds).await?;
+    for fault in &faults {
+        eprintln!("opledger: {fault}");
+    }
+    if faults.is_empty() {
+        println!("{}: valid, and all {count} handlers can be called", args.file.config.display());
+        Ok(ExitCode::SUCCESS)
+    } else {
+        Ok(ExitCode::FAILURE)
+    }
+}

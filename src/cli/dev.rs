@@ -1,0 +1,269 @@
+//! `opledger dev`: everything at once, to try things out: a private PostgreSQL, the schema, an example business, a tenant
+//! with one key per role, and the service.
+
+use std::collections::BTreeMap;
+use std::net::SocketAddr;
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+use std::time::Duration;
+
+use anyhow::Context;
+use serde::{Deserialize, Serialize};
+use tokio::signal::unix::{SignalKind, signal};
+
+use super::{serve, shop};
+use crate::app::{self, Running};
+use crate::config::{self, Database};
+use crate::ledger::key::{self, NewKey, Role, Secret};
+use crate::ledger::tenant::{self, Tenant};
+use crate::postgres::cluster::{Cluster, Options};
+use crate::postgres::migrate;
+use crate::postgres::pool::Pool;
+use crate::postgres::session::Limits;
+
+const DATABASE: &str = "ledger";
+const SERVICE_ROLE: &str = "opledger";
+const TENANT: &str = "demo";
+
+#[derive(Debug, clap::Args)]
+#[command(after_help = "\
+Examples:
+  opledger dev                                keeps its data in .opledger; started again, it finds it
+  opledger dev --ephemeral --listen 127.0.0.1:0 --json
+                                              for scripts: one JSON line on stdout when ready, nothing kept
+
+PostgreSQL 15 or later must be installed; it is started without TCP in the directory, and stops with this program.")]
+pub struct Args {
+    /// Directory of the private PostgreSQL
+    #[arg(long, default_value = ".opledger", value_name = "DIR")]
+    dir: PathBuf,
+    /// Use a temporary directory and remove it at the end
+    #[arg(long, conflicts_with = "dir")]
+    ephemeral: bool,
+    /// Address and port to listen on; port 0 takes a free one
+    #[arg(long, default_value = "127.0.0.1:8080", value_name = "ADDRESS")]
+    listen: SocketAddr,
+    /// Accounts of the example business
+    #[arg(long, default_value_t = 1_000, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=10_000_000))]
+    accounts: u32,
+    /// Configuration to serve instead of the example's
+    #[arg(long, value_name = "FILE")]
+    config: Option<PathBuf>,
+    /// Print exactly one JSON line on stdout when ready
+    #[arg(long)]
+    json: bool,
+}
+
+/// What is printed when everything is ready.
+#[derive(Serialize)]
+struct Ready {
+    url: String,
+    tenant: &'static str,
+    keys: Keys,
+    /// The owner's address, for looking at the tables with psql; the service itself runs under a role that owns nothing.
+    database_url: String,
+    pid: u32,
+}
+
+/// One key per role.
+type Keys = BTreeMap<String, String>;
+
+pub async fn run(args: Args) -> anyhow::Result<ExitCode> {
+    let mut options = match args.ephemeral {
+        true => Options::ephemeral(temporary_directory()?),
+        false => Options::kept(std::path::absolute(&args.dir).context("cannot make the directory's path absolute")?),
+    };
+    options.bin_dir = config::postgres_programs();
+    options.search_path = config::search_path();
+    // Listening for signals comes first: one that arrives while PostgreSQL starts must still stop it.
+    let mut terminate = signal(SignalKind::terminate()).context("cannot listen for SIGTERM")?;
+    let mut interrupt = signal(SignalKind::interrupt()).context("cannot listen for SIGINT")?;
+    tracing::info!(directory = %options.dir.display(), "starting a private PostgreSQL");
+    let mut cluster = Cluster::start(&options)?;
+    let started = tokio::select! {
+        started = begin(&args, &options.dir, &cluster) => Some(started?),
+        _ = terminate.recv() => None,
+        _ = interrupt.recv() => None,
+    };
+    if let Some((running, keys)) = started {
+        announce(&args, &running, keys, &cluster)?;
+        watch(&running, &mut cluster).await?;
+        serve::stop(running).await;
+    }
+    cluster.stop()?;
+    if args.ephemeral {
+        std::fs::remove_dir_all(&options.dir).with_context(|| format!("cannot remove {}", options.dir.display()))?;
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+async fn begin(args: &Args, directory: &Path, cluster: &Cluster) -> anyhow::Result<(Running, Keys)> {
+    create_database(cluster).await?;
+    let owner = open(cluster.url(DATABASE)).await?;
+    migrate::run(&owner, Some(SERVICE_ROLE)).await?;
+    let tenant: Tenant = TENANT.parse()?;
+    let limits = Limits { lock: Duration::from_secs(10), statement: Duration::from_secs(600) };
+    let mut session = owner.transaction(limits).await?;
+    shop::load(&mut session, TENANT, args.accounts).await?;
+    tenant::ensure(&mut session, &tenant).await?;
+    let keys = keys(&mut session, &tenant, &directory.join("keys.json")).await?;
+    session.commit().await?;
+    drop(session);
+    owner.close().await;
+    let config_path = match &args.config {
+        Some(path) => path.clone(),
+        None => shop::write_config(&directory.join("shop")).context("cannot write the example's configuration")?,
+    };
+    let start = app::Start {
+        config: config::load(&config_path)?,
+        config_path: Some(config_path),
+        database_url: cluster.url_as(SERVICE_ROLE, DATABASE),
+        listen: args.listen,
+        allow_unsafe_durability: false,
+    };
+    Ok((app::start(start).await?, keys))
+}
+
+async fn create_database(cluster: &Cluster) -> anyhow::Result<()> {
+    let pool = open(cluster.url("postgres")).await?;
+    let mut session = pool.session().await?;
+    for (object, exists, create) in [
+        ("database", "select 1 from pg_database where datname = 'ledger'", "create database ledger"),
+        ("role", "select 1 from pg_roles where rolname = 'opledger'", "create role opledger login"),
+    ] {
+        let found = sqlx::raw_sql(exists).fetch_optional(session.connection()).await?;
+        if found.is_none() {
+            sqlx::raw_sql(create)
+                .execute(session.connection())
+                .await
+                .with_context(|| format!("cannot create the {object}"))?;
+        }
+    }
+    drop(session);
+    pool.close().await;
+    Ok(())
+}
+
+async fn open(url: String) -> anyhow::Result<Pool> {
+    let settings = Database { max_connections: 1, ..Database::default() };
+    Ok(Pool::open(&settings.options(url)).await?)
+}
+
+/// The keys of an earlier start if they still work, else new ones, kept in a file that only its owner reads.
+async fn keys(
+    session: &mut crate::postgres::session::Session,
+    tenant: &Tenant,
+    path: &Path,
+) -> anyhow::Result<Keys> {
+    if let Some(keys) = kept_keys(session, path).await? {
+        return Ok(keys);
+    }
+    let mut keys = Keys::new();
+    for role in Role::ALL {
+        let secret = Secret::generate(tenant).map_err(|error| anyhow::anyhow!("no randomness for a key: {error}"))?;
+        key::create(session, &secret, &NewKey { role, label: format!("dev {}", role.as_str()), kinds: None }).await?;
+        keys.insert(role.as_str().to_owned(), secret.reveal().to_owned());
+    }
+    write_privately(path, &serde_json::to_vec_pretty(&keys)?).context("cannot keep the keys")?;
+    Ok(keys)
+}
+
+async fn kept_keys(session: &mut crate::postgres::session::Session, path: &Path) -> anyhow::Result<Option<Keys>> {
+    #[derive(Deserialize)]
+    #[serde(transparent)]
+    struct File(Keys);
+    let Ok(text) = std::fs::read(path) else { return Ok(None) };
+    let Ok(File(keys)) = serde_json::from_slice(&text) else { return Ok(None) };
+    for role in Role::ALL {
+        let Some(secret) = keys.get(role.as_str()).and_then(|text| Secret::parse(text)) else { return Ok(None) };
+        if key::authenticate(session, &secret).await?.is_none_or(|caller| caller.role != role) {
+            return Ok(None);
+        }
+    }
+    Ok(Some(keys))
+}
+
+fn write_privately(path: &Path, bytes: &[u8]) -> std::io::Result<()> {
+    use std::io::Write;
+    use std::os::unix::fs::OpenOptionsExt;
+    let unfinished = path.with_extension("json.new");
+    let mut file =
+        std::fs::OpenOptions::new().write(true).create(true).truncate(true).mode(0o600).open(&unfinished)?;
+    file.write_all(bytes)?;
+    file.sync_all()?;
+    std::fs::rename(unfinished, path)
+}
+
+fn announce(args: &Args, running: &Running, keys: Keys, cluster: &Cluster) -> anyhow::Result<()> {
+    let ready = Ready {
+        url: format!("http://{}", running.address),
+        tenant: TENANT,
+        keys,
+        database_url: cluster.url(DATABASE),
+        pid: std::process::id(),
+    };
+    if args.json {
+        println!("{}", serde_json::to_string(&ready)?);
+    } else {
+        print!("{}", greeting(&ready));
+    }
+    Ok(())
+}
+
+fn greeting(ready: &Ready) -> String {
+    let url = &ready.url;
+    let agent = ready.keys.get("agent").map_or("", String::as_str);
+    let keys: String = ready.keys.iter().map(|(role, key)| format!("  {role:<9} {key}\n")).collect();
+    format!(
+        r#"
+opledger is ready at {url}, with the example shop and the tenant "{tenant}".
+
+Pay order 1001's customer 5.00 back:
+
+  curl -sS {url}/v1/operations -H 'Authorization: Bearer {agent}' -H 'Content-Type: application/json' \
+    -H 'Idempotency-Key: demo:order-1001:refund:rev-1' -d '{{"kind":"order.refund","payload":{{"order_id":"1001","amount":500}}}}'
+
+Send that again: the same bytes come back, and no second refund is made. Send it altered: it is refused.
+
+  curl -sS {url}/v1/operations -H 'Authorization: Bearer {agent}' -H 'Content-Type: application/json' \
+    -H 'Idempotency-Key: demo:order-1001:refund:rev-1' -d '{{"kind":"order.refund","payload":{{"order_id":"1001","amount":501}}}}'
+
+See what happened: deliveries, attempts, effects, history.
+
+  curl -sS {url}/v1/operations/demo:order-1001:refund:rev-1 -H 'Authorization: Bearer {agent}'
+
+Keys:
+{keys}
+Tables: psql '{database}'
+Stop with Ctrl-C; the data stays.
+"#,
+        tenant = ready.tenant,
+        database = ready.database_url,
+    )
+}
+
+/// Serves until told to stop, and brings PostgreSQL back if it is killed, as people do to see what happens.
+async fn watch(running: &Running, cluster: &mut Cluster) -> anyhow::Result<()> {
+    let mut stopped = std::pin::pin!(serve::until_stopped(running));
+    loop {
+        tokio::select! {
+            stopped = &mut stopped => return stopped,
+            () = tokio::time::sleep(Duration::from_millis(200)) => {}
+        }
+        if !cluster.is_running() {
+            tracing::warn!("PostgreSQL has gone away; starting it again");
+            // On this thread, which lives as long as the process: PostgreSQL is bound to the thread that starts it.
+            match cluster.restart() {
+                Ok(()) => tracing::info!("PostgreSQL is back"),
+                Err(error) => tracing::error!(error = %error, "PostgreSQL does not start"),
+            }
+        }
+    }
+}
+
+fn temporary_directory() -> anyhow::Result<PathBuf> {
+    let name = format!("opledger-{}-{:08x}", std::process::id(), getrandom::u32().unwrap_or_default());
+    let path = std::env::temp_dir().join(name);
+    std::fs::create_dir(&path).with_context(|| format!("cannot make {}", path.display()))?;
+    Ok(path)
+}
