@@ -1,0 +1,201 @@
+//! Operations as people read them. Values of the business keep every digit.
+
+use serde::Deserialize;
+use serde_json::value::RawValue;
+
+use crate::cli::exit::Failure;
+use crate::cli::output::{Table, one_line};
+
+/// The receipt of an operation that succeeded.
+#[derive(Debug, Deserialize)]
+pub struct Receipt<'a> {
+    operation_id: String,
+    kind: String,
+    state: String,
+    fingerprint: String,
+    attempt: i64,
+    #[serde(borrow)]
+    result: &'a RawValue,
+    settled_at: String,
+}
+
+/// 202: stored and not settled.
+#[derive(Debug, Deserialize)]
+pub struct Accepted {
+    operation_id: String,
+    kind: String,
+    pub state: String,
+    fingerprint: String,
+}
+
+/// An operation as the service shows it.
+#[derive(Debug, Deserialize)]
+pub struct Operation<'a> {
+    operation_id: String,
+    kind: String,
+    target: String,
+    state: String,
+    fingerprint: String,
+    #[serde(borrow)]
+    run: Option<&'a RawValue>,
+    external_reference: Option<String>,
+    requested_by: String,
+    deliveries: i64,
+    attempts: i64,
+    effects: Option<i64>,
+    created_at: String,
+    settled_at: Option<String>,
+    receipt_expires_at: Option<String>,
+    receipt: Option<Stored>,
+}
+
+/// What is stored of the answer.
+#[derive(Debug, Deserialize)]
+struct Stored {
+    status: u16,
+    body_sha256: String,
+    size: i64,
+}
+
+/// The history of an operation.
+#[derive(Debug, Deserialize)]
+pub struct History<'a> {
+    #[serde(borrow)]
+    history: Vec<Event<'a>>,
+}
+
+#[derive(Debug, Deserialize)]
+struct Event<'a> {
+    at: String,
+    event: String,
+    state: String,
+    actor: String,
+    attempt: i64,
+    reason: Option<String>,
+    #[serde(borrow)]
+    evidence: Option<&'a RawValue>,
+}
+
+impl Receipt<'_> {
+    pub fn render(&self, replayed: bool) -> String {
+        let state = if replayed { format!("{} (replayed: nothing was done again)", self.state) } else { self.state.clone() };
+        lines(&[
+            ("operation", self.operation_id.clone()),
+            ("kind", self.kind.clone()),
+            ("state", state),
+            ("fingerprint", self.fingerprint.clone()),
+            ("attempt", self.attempt.to_string()),
+            ("settled", self.settled_at.clone()),
+            ("result", self.result.get().to_owned()),
+        ])
+    }
+}
+
+impl Accepted {
+    pub fn render(&self) -> String {
+        lines(&[
+            ("operation", self.operation_id.clone()),
+            ("kind", self.kind.clone()),
+            ("state", self.state.clone()),
+            ("fingerprint", self.fingerprint.clone()),
+        ])
+    }
+}
+
+impl Operation<'_> {
+    pub fn render(&self) -> String {
+        let receipt = self.receipt.as_ref();
+        let receipt = receipt.map(|stored| format!("{}, {} bytes, SHA-256 {}", stored.status, stored.size, stored.body_sha256));
+        lines(&[
+            ("operation", self.operation_id.clone()),
+            ("kind", self.kind.clone()),
+            ("performed by", self.target.clone()),
+            ("state", self.state.clone()),
+            ("fingerprint", self.fingerprint.clone()),
+            ("counts", format!("{} deliveries, {} attempts, {} effects", self.deliveries, self.attempts, self.effects())),
+            ("requested by", self.requested_by.clone()),
+            ("run", one_line(self.run)),
+            ("reference", or_none(self.external_reference.as_deref())),
+            ("created", self.created_at.clone()),
+            ("settled", or_none(self.settled_at.as_deref())),
+            ("receipt", or_none(receipt.as_deref())),
+            ("expires", or_none(self.receipt_expires_at.as_deref())),
+        ])
+    }
+
+    fn effects(&self) -> String {
+        self.effects.map_or_else(|| "unknown".to_owned(), |effects| effects.to_string())
+    }
+}
+
+/// A page of operations, a line each.
+pub fn operations(items: &[Box<RawValue>]) -> Result<String, Failure> {
+    let mut table = Table::with_header(&["CREATED", "STATE", "KIND", "DELIVERIES", "ATTEMPTS", "EFFECTS", "OPERATION"]);
+    for item in items {
+        let operation: Operation<'_> = serde_json::from_str(item.get())
+            .map_err(|_| Failure::other("the service listed something that is no operation; is it a later release?"))?;
+        table.row([
+            &operation.created_at,
+            &operation.state,
+            &operation.kind,
+            &operation.deliveries.to_string(),
+            &operation.attempts.to_string(),
+            &operation.effects(),
+            &operation.operation_id,
+        ]);
+    }
+    Ok(table.render())
+}
+
+/// What happened, a line each.
+pub fn history(history: &History<'_>) -> String {
+    let mut table = Table::with_header(&["AT", "EVENT", "STATE", "ATTEMPT", "ACTOR", "REASON", "EVIDENCE"]);
+    for event in &history.history {
+        table.row([
+            &event.at,
+            &event.event,
+            &event.state,
+            &event.attempt.to_string(),
+            &event.actor,
+            &or_none(event.reason.as_deref()),
+            &one_line(event.evidence),
+        ]);
+    }
+    table.render()
+}
+
+fn lines(pairs: &[(&str, String)]) -> String {
+    let mut table = Table::default();
+    for (name, value) in pairs {
+        table.row([name, value.as_str()]);
+    }
+    table.render()
+}
+
+fn or_none(text: Option<&str>) -> String {
+    text.unwrap_or("–").to_owned()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_receipt_shows_the_result_digit_for_digit_and_inert() {
+        let body = "{\"operation_id\":\"a\",\"kind\":\"k\",\"state\":\"succeeded\",\"fingerprint\":\"v1:0\",\"attempt\":1,\
+            \"result\":{\"n\":12233344445555567,\"d\":0.1000,\"s\":\"\u{9b}31m\"},\"settled_at\":\"2026-01-01T00:00:00.000000Z\"}";
+        let receipt: Receipt<'_> = serde_json::from_str(body).unwrap();
+        let text = receipt.render(true);
+        assert!(text.contains(r#"{"n":12233344445555567,"d":0.1000,"s":"\u{9b}31m"}"#), "{text}");
+        assert!(text.contains("replayed"));
+    }
+
+    #[test]
+    fn history_shows_each_event_in_one_inert_line() {
+        let body = r#"{"history":[{"at":"t","event":"failed","state":"failed","actor":"key:k","attempt":1,
+            "reason":"no\nmoney\u001b[2J","evidence":{"sqlstate":"OL001"}}],"more":1}"#;
+        let text = history(&serde_json::from_str(body).unwrap());
+        assert_eq!(text.lines().count(), 2);
+        assert!(text.contains(r"no\u{a}money\u{1b}[2J") && text.contains(r#"{"sqlstate":"OL001"}"#), "{text}");
+    }
+}
