@@ -66,7 +66,10 @@ pub enum StartError {
     #[error("the configuration names handlers that cannot be called:\n{}", faults.join("\n"))]
     Handlers { faults: Vec<String> },
     #[error("cannot listen on {address}; is another process using it?")]
-    Listen { address: SocketAddr, source: std::io::Error },
+    Listen {
+        address: SocketAddr,
+        source: std::io::Error,
+    },
 }
 
 /// A process that has started.
@@ -105,8 +108,14 @@ pub async fn start(start: Start) -> Result<Running, StartError> {
     }
     let listener = TcpListener::bind(start.listen)
         .await
-        .map_err(|source| StartError::Listen { address: start.listen, source })?;
-    let address = listener.local_addr().map_err(|source| StartError::Listen { address: start.listen, source })?;
+        .map_err(|source| StartError::Listen {
+            address: start.listen,
+            source,
+        })?;
+    let address = listener.local_addr().map_err(|source| StartError::Listen {
+        address: start.listen,
+        source,
+    })?;
     let app = assemble(pool, start.config);
     app.heartbeat.write(&app.pool).await?;
     Ok(run(app, listener, address, start.config_path))
@@ -127,7 +136,9 @@ async fn guard(pool: &Pool, prepared_statements: bool, allow_unsafe: bool) -> Re
     }
     let status = migrate::status(pool).await?;
     if !status.pending.is_empty() {
-        return Err(StartError::NotMigrated { pending: status.pending });
+        return Err(StartError::NotMigrated {
+            pending: status.pending,
+        });
     }
     Ok(())
 }
@@ -167,7 +178,14 @@ fn assemble(pool: Pool, config: Config) -> Arc<App> {
         group_statement: std::time::Duration::from_secs(10),
         duplicate_wait: file.limits.duplicate_wait,
     };
-    let apply = Apply::start(pool.clone(), settings, instance, replays.clone(), metrics.clone(), tasks.clone());
+    let apply = Apply::start(
+        pool.clone(),
+        settings,
+        instance,
+        replays.clone(),
+        metrics.clone(),
+        tasks.clone(),
+    );
     let intake = Arc::new(Intake {
         pool: pool.clone(),
         apply,
@@ -198,13 +216,29 @@ fn assemble(pool: Pool, config: Config) -> Arc<App> {
 }
 
 fn run(app: Arc<App>, listener: TcpListener, address: SocketAddr, config_path: Option<PathBuf>) -> Running {
-    let (stop_serving, stop_sweeping, stop_heart) =
-        (CancellationToken::new(), CancellationToken::new(), CancellationToken::new());
+    let (stop_serving, stop_sweeping, stop_heart) = (
+        CancellationToken::new(),
+        CancellationToken::new(),
+        CancellationToken::new(),
+    );
     let (background, heart) = (TaskTracker::new(), TaskTracker::new());
     let settings = app.recovery;
-    background.spawn(recovery::keep_sweeping(app.intake.clone(), settings, stop_sweeping.clone()));
-    background.spawn(recovery::keep_purging(app.pool.clone(), app.metrics.clone(), settings, stop_sweeping.clone()));
-    background.spawn(app.deliveries.clone().write_regularly(app.pool.clone(), stop_heart.clone()));
+    background.spawn(recovery::keep_sweeping(
+        app.intake.clone(),
+        settings,
+        stop_sweeping.clone(),
+    ));
+    background.spawn(recovery::keep_purging(
+        app.pool.clone(),
+        app.metrics.clone(),
+        settings,
+        stop_sweeping.clone(),
+    ));
+    background.spawn(
+        app.deliveries
+            .clone()
+            .write_regularly(app.pool.clone(), stop_heart.clone()),
+    );
     heart.spawn(recovery::keep_heartbeat(
         app.intake.clone(),
         app.heartbeat.clone(),
@@ -274,7 +308,10 @@ impl Running {
         self.heart.close();
         self.heart.wait().await;
         self.app.pool.close().await;
-        Left { connections, operations }
+        Left {
+            connections,
+            operations,
+        }
     }
 }
 

@@ -1,19 +1,28 @@
 //! The command line: one file a command. `main` parses, this dispatches.
 
 mod check;
+mod client;
+mod completions;
 mod dev;
+mod doctor;
+mod exit;
 mod healthcheck;
+mod keys;
 mod migrate;
+mod operations;
+mod output;
+mod pages;
 mod purge;
 mod serve;
 mod shop;
 
 use std::process::ExitCode;
+use std::time::Duration;
 
 use clap::{CommandFactory, Parser, Subcommand};
 
-use crate::config::LogArgs;
-use crate::telemetry;
+use crate::config::{LogArgs, TraceArgs};
+use crate::telemetry::{self, trace};
 
 /// The receiving side that makes an agent's retries safe: one operation id, one effect, one receipt.
 #[derive(Debug, Parser)]
@@ -23,6 +32,8 @@ pub struct Cli {
     command: Command,
     #[command(flatten)]
     log: LogArgs,
+    #[command(flatten)]
+    trace: TraceArgs,
 }
 
 const EXAMPLES: &str = "\
@@ -45,29 +56,50 @@ enum Command {
     Check(check::Args),
     /// Remove expired receipts now
     Purge(purge::Args),
-    // Keys(keys::Command),
-    // Operations(operations::Command),
-    // Doctor(doctor::Args),
+    /// Make, list, change and revoke API keys
+    #[command(subcommand)]
+    Keys(keys::Command),
+    /// Submit and look up operations
+    #[command(subcommand)]
+    Operations(operations::Command),
+    /// Say what is wrong with database, clock, settings and handlers
+    Doctor(doctor::Args),
     /// Ask a running service whether it is healthy (exit code 0 or 1)
     Healthcheck(healthcheck::Args),
-    // Completions(completions::Args),
+    /// Print completions for a shell
+    Completions(completions::Args),
 }
+
+/// How long the last spans may take to reach the collector.
+const LAST_SPANS: Duration = Duration::from_secs(3);
 
 impl Cli {
     /// Runs the command. Called on the main thread, which `dev`'s private PostgreSQL is bound to.
     pub async fn run(self) -> anyhow::Result<ExitCode> {
-        telemetry::start(self.log.log_format, &self.log.log)?;
-        match self.command {
+        let exporter = self.trace.exporter()?;
+        let traces = exporter.as_ref().map(trace::Exporter::handle);
+        telemetry::start(self.log.log_format, &self.log.log, exporter)?;
+        let code = self.command.run().await;
+        if let Some(traces) = traces {
+            traces.shutdown(LAST_SPANS).await;
+        }
+        code
+    }
+}
+
+impl Command {
+    async fn run(self) -> anyhow::Result<ExitCode> {
+        match self {
             Command::Serve(args) => serve::run(args).await,
             Command::Dev(args) => dev::run(args).await,
             Command::Migrate(args) => migrate::run(args).await,
             Command::Check(args) => check::run(args).await,
             Command::Purge(args) => purge::run(args).await,
-            //             Command::Keys(command) => keys::run(command).await,
-            //             Command::Operations(command) => operations::run(command).await,
-            //             Command::Doctor(args) => doctor::run(args).await,
+            Command::Keys(command) => keys::run(command).await,
+            Command::Operations(command) => operations::run(command).await,
+            Command::Doctor(args) => doctor::run(args).await,
             Command::Healthcheck(args) => healthcheck::run(args).await,
-            //             Command::Completions(args) => completions::run(args, Self::command()),
+            Command::Completions(args) => completions::run(args, Cli::command()),
         }
     }
 }

@@ -11,7 +11,7 @@ use serde::{Deserialize, Deserializer};
 
 use crate::ledger::kind::{Handler, Kind, Kinds, is_kind_name};
 use crate::postgres::pool;
-use crate::telemetry::LogFormat;
+use crate::telemetry::{LogFormat, trace};
 
 const DAY: Duration = Duration::from_secs(86_400);
 
@@ -31,7 +31,12 @@ pub struct DatabaseArgs {
     #[arg(long, env = "DATABASE_URL", hide_env_values = true, value_name = "URL")]
     pub database_url: Option<String>,
     /// File that holds the address, e.g. a mounted secret
-    #[arg(long, env = "DATABASE_URL_FILE", value_name = "FILE", conflicts_with = "database_url")]
+    #[arg(
+        long,
+        env = "DATABASE_URL_FILE",
+        value_name = "FILE",
+        conflicts_with = "database_url"
+    )]
     pub database_url_file: Option<PathBuf>,
 }
 
@@ -39,7 +44,12 @@ pub struct DatabaseArgs {
 #[derive(Debug, Clone, Args)]
 pub struct ListenArgs {
     /// Address and port to listen on; port 0 takes a free one
-    #[arg(long, env = "OPLEDGER_LISTEN", default_value = "127.0.0.1:8080", value_name = "ADDRESS")]
+    #[arg(
+        long,
+        env = "OPLEDGER_LISTEN",
+        default_value = "127.0.0.1:8080",
+        value_name = "ADDRESS"
+    )]
     pub listen: SocketAddr,
 }
 
@@ -50,7 +60,13 @@ pub struct LogArgs {
     #[arg(long, env = "OPLEDGER_LOG_FORMAT", value_enum, default_value_t, global = true)]
     pub log_format: LogFormat,
     /// What is logged, e.g. debug or opledger=debug,sqlx=warn
-    #[arg(long, env = "OPLEDGER_LOG", default_value = "info", value_name = "FILTER", global = true)]
+    #[arg(
+        long,
+        env = "OPLEDGER_LOG",
+        default_value = "info",
+        value_name = "FILTER",
+        global = true
+    )]
     pub log: String,
 }
 
@@ -66,7 +82,12 @@ pub struct FileArgs {
 #[derive(Debug, Clone, Args)]
 pub struct ClientArgs {
     /// Address of the service
-    #[arg(long, env = "OPLEDGER_URL", default_value = "http://127.0.0.1:8080", value_name = "URL")]
+    #[arg(
+        long,
+        env = "OPLEDGER_URL",
+        default_value = "http://127.0.0.1:8080",
+        value_name = "URL"
+    )]
     pub url: String,
     /// File that holds the API key; the variable OPLEDGER_API_KEY works too
     #[arg(long, env = "OPLEDGER_API_KEY_FILE", value_name = "FILE")]
@@ -79,9 +100,18 @@ pub struct ClientArgs {
 /// Where traces go.
 #[derive(Debug, Clone, Default, Args)]
 pub struct TraceArgs {
-    /// OTLP/HTTP endpoint for traces, e.g. http://127.0.0.1:4318; without it none are exported
-    #[arg(long, env = "OTEL_EXPORTER_OTLP_ENDPOINT", value_name = "URL")]
+    /// Collector for traces (OTLP over HTTP), e.g. http://127.0.0.1:4318; without it none are exported
+    #[arg(long, env = "OTEL_EXPORTER_OTLP_ENDPOINT", value_name = "URL", global = true)]
     pub otlp_endpoint: Option<String>,
+    /// Headers that the collector wants: name=value,name=value
+    #[arg(
+        long,
+        env = "OTEL_EXPORTER_OTLP_HEADERS",
+        hide_env_values = true,
+        value_name = "HEADERS",
+        global = true
+    )]
+    pub otlp_headers: Option<String>,
 }
 
 /// The configuration file.
@@ -159,7 +189,10 @@ pub struct Retention {
 
 impl Default for Retention {
     fn default() -> Self {
-        Self { receipts: DEFAULT_RETENTION, tombstones: None }
+        Self {
+            receipts: DEFAULT_RETENTION,
+            tombstones: None,
+        }
     }
 }
 
@@ -240,7 +273,10 @@ pub enum Error {
     #[error("cannot read {}", path.display())]
     Read { path: PathBuf, source: std::io::Error },
     #[error("{} is not a valid configuration\n{source}", path.display())]
-    Parse { path: PathBuf, source: Box<toml::de::Error> },
+    Parse {
+        path: PathBuf,
+        source: Box<toml::de::Error>,
+    },
     #[error("{}: {problem}", path.display())]
     Value { path: PathBuf, problem: String },
     #[error(
@@ -262,9 +298,14 @@ pub struct Config {
 /// Reads the file and everything it names.
 pub fn load(path: &Path) -> Result<Config, Error> {
     let text = read(path)?;
-    let file: File =
-        toml::from_str(&text).map_err(|source| Error::Parse { path: path.to_owned(), source: Box::new(source) })?;
-    let invalid = |problem: String| Error::Value { path: path.to_owned(), problem };
+    let file: File = toml::from_str(&text).map_err(|source| Error::Parse {
+        path: path.to_owned(),
+        source: Box::new(source),
+    })?;
+    let invalid = |problem: String| Error::Value {
+        path: path.to_owned(),
+        problem,
+    };
     file.check().map_err(invalid)?;
     let base = path.parent().unwrap_or(Path::new("."));
     let kinds = file
@@ -293,14 +334,19 @@ impl File {
             return Err("limits.max_header_bytes must be at least 8192".to_owned());
         }
         if self.database.group_size > crate::engine::apply::LARGEST_GROUP {
-            return Err(format!("database.group_size must be at most {}", crate::engine::apply::LARGEST_GROUP));
+            return Err(format!(
+                "database.group_size must be at most {}",
+                crate::engine::apply::LARGEST_GROUP
+            ));
         }
         // Workers keep theirs; what is left serves keys, look-ups, slow operations and sweeps.
         if self.database.max_connections as usize <= self.database.apply_connections + 1 {
             return Err("database.max_connections must be at least 2 above database.apply_connections".to_owned());
         }
         if self.recovery.lease < self.recovery.heartbeat * 3 {
-            return Err("recovery.lease must be at least three heartbeats, or a living process loses its claims".to_owned());
+            return Err(
+                "recovery.lease must be at least three heartbeats, or a living process loses its claims".to_owned(),
+            );
         }
         Ok(())
     }
@@ -315,7 +361,10 @@ enum KindProblem {
 impl KindProblem {
     fn at(self, path: &Path) -> Error {
         match self {
-            Self::Value(problem) => Error::Value { path: path.to_owned(), problem },
+            Self::Value(problem) => Error::Value {
+                path: path.to_owned(),
+                problem,
+            },
             Self::Read(error) => error,
         }
     }
@@ -325,9 +374,14 @@ impl KindSettings {
     fn kind(&self, name: &str, base: &Path, file: &File) -> Result<Kind, KindProblem> {
         let invalid = |problem: String| KindProblem::Value(format!("kinds.\"{name}\": {problem}"));
         if !is_kind_name(name) {
-            return Err(invalid("a kind's name is 1 to 100 of a-z, 0-9, _, - and ., beginning with a letter".to_owned()));
+            return Err(invalid(
+                "a kind's name is 1 to 100 of a-z, 0-9, _, - and ., beginning with a letter".to_owned(),
+            ));
         }
-        let handler: Handler = self.handler.parse().map_err(|error| invalid(format!("handler: {error}")))?;
+        let handler: Handler = self
+            .handler
+            .parse()
+            .map_err(|error| invalid(format!("handler: {error}")))?;
         let schema = match &self.schema {
             Some(schema) => Some(compile(&base.join(schema)).map_err(|problem| match problem {
                 KindProblem::Value(problem) => invalid(format!("schema: {problem}")),
@@ -379,6 +433,22 @@ impl Database {
     }
 }
 
+impl TraceArgs {
+    /// The exporter, if a collector is named.
+    pub fn exporter(&self) -> Result<Option<trace::Exporter>, trace::Error> {
+        let Some(endpoint) = self.otlp_endpoint.clone() else {
+            return Ok(None);
+        };
+        let instance = format!("{}-{}", hostname(), std::process::id());
+        let settings = trace::Settings {
+            endpoint,
+            headers: self.otlp_headers.clone(),
+            instance,
+        };
+        trace::Exporter::start(&settings).map(Some)
+    }
+}
+
 impl ClientArgs {
     /// The API key, from file or variable; never from a flag, which `ps` would show.
     pub fn api_key(&self) -> Result<String, Error> {
@@ -415,7 +485,10 @@ fn variable(name: &str) -> Option<String> {
 }
 
 fn read(path: &Path) -> Result<String, Error> {
-    std::fs::read_to_string(path).map_err(|source| Error::Read { path: path.to_owned(), source })
+    std::fs::read_to_string(path).map_err(|source| Error::Read {
+        path: path.to_owned(),
+        source,
+    })
 }
 
 fn yes() -> bool {
@@ -461,7 +534,9 @@ impl fmt::Display for InvalidSpan {
 
 fn duration<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Duration, D::Error> {
     let text = String::deserialize(deserializer)?;
-    text.parse().map(|Span(duration)| duration).map_err(serde::de::Error::custom)
+    text.parse()
+        .map(|Span(duration)| duration)
+        .map_err(serde::de::Error::custom)
 }
 
 fn optional_duration<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<Duration>, D::Error> {
@@ -473,7 +548,9 @@ fn duration_or_forever<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Opt
     if text == "forever" {
         return Ok(None);
     }
-    text.parse().map(|Span(duration)| Some(duration)).map_err(serde::de::Error::custom)
+    text.parse()
+        .map(|Span(duration)| Some(duration))
+        .map_err(serde::de::Error::custom)
 }
 
 #[cfg(test)]
@@ -485,14 +562,27 @@ mod tests {
         assert_eq!("30s".parse(), Ok(Span(Duration::from_secs(30))));
         assert_eq!("400d".parse(), Ok(Span(DEFAULT_RETENTION)));
         assert_eq!("5ms".parse(), Ok(Span(Duration::from_millis(5))));
-        for bad in ["", "0s", "s", "1", "1 s", "1.5h", "-1s", "1w", "99999999999999999999d", "9999999d"] {
+        for bad in [
+            "",
+            "0s",
+            "s",
+            "1",
+            "1 s",
+            "1.5h",
+            "-1s",
+            "1w",
+            "99999999999999999999d",
+            "9999999d",
+        ] {
             assert_eq!(bad.parse::<Span>(), Err(InvalidSpan), "{bad}");
         }
     }
 
     #[test]
     fn an_unknown_key_is_an_error_that_names_its_line() {
-        let error = toml::from_str::<File>("[limits]\nmax_body_bytes = 1\nmax_bdy = 2\n").unwrap_err().to_string();
+        let error = toml::from_str::<File>("[limits]\nmax_body_bytes = 1\nmax_bdy = 2\n")
+            .unwrap_err()
+            .to_string();
         assert!(error.contains("line 3") && error.contains("max_bdy"), "{error}");
     }
 }

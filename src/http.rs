@@ -23,11 +23,14 @@ use tower_http::catch_panic::CatchPanicLayer;
 use tracing::Instrument;
 
 use crate::app::App;
+use crate::telemetry::trace::{self, TraceParent};
 use problem::{Code, Problem};
 
 const REQUEST_ID: HeaderName = HeaderName::from_static("request-id");
-const NO_SNIFFING: (HeaderName, HeaderValue) =
-    (http::header::X_CONTENT_TYPE_OPTIONS, HeaderValue::from_static("nosniff"));
+const NO_SNIFFING: (HeaderName, HeaderValue) = (
+    http::header::X_CONTENT_TYPE_OPTIONS,
+    HeaderValue::from_static("nosniff"),
+);
 
 /// Every route of the service.
 pub fn router(app: Arc<App>) -> Router {
@@ -47,9 +50,14 @@ async fn every_request(State(app): State<Arc<App>>, request: Request, next: Next
     let began = Instant::now();
     let id = uuid::Uuid::now_v7();
     let versioned = request.uri().path().starts_with("/v1/");
-    let route = request.extensions().get::<MatchedPath>().map_or("none", |path| path.as_str()).to_owned();
+    let route = request
+        .extensions()
+        .get::<MatchedPath>()
+        .map_or("none", |path| path.as_str())
+        .to_owned();
     let span = tracing::info_span!(
         "request",
+        otel.kind = "server",
         request.id = %id,
         method = %request.method(),
         route,
@@ -61,6 +69,9 @@ async fn every_request(State(app): State<Arc<App>>, request: Request, next: Next
         fingerprint = tracing::field::Empty,
         status = tracing::field::Empty,
     );
+    if let Some(parent) = TraceParent::of(request.headers()) {
+        trace::continue_from(&span, &parent);
+    }
     let mut response = match within_limits(&app, &request) {
         Ok(()) => next.run(request).instrument(span.clone()).await,
         Err(problem) => problem.into_response(),
@@ -84,7 +95,11 @@ fn within_limits(app: &App, request: &Request) -> Result<(), Problem> {
         let detail = format!("path and query have more than {} bytes", app.limits.max_uri_bytes);
         return Err(Problem::new(Code::UriTooLong, detail));
     }
-    let head: usize = request.headers().iter().map(|(name, value)| name.as_str().len() + value.len() + 4).sum();
+    let head: usize = request
+        .headers()
+        .iter()
+        .map(|(name, value)| name.as_str().len() + value.len() + 4)
+        .sum();
     if head > app.limits.max_header_bytes || request.headers().len() > app.limits.max_headers {
         let detail = format!(
             "the headers have more than {} bytes or {} lines",
@@ -103,5 +118,9 @@ fn panicked(panic: Box<dyn Any + Send>) -> Response {
         .or_else(|| panic.downcast_ref::<String>().cloned())
         .unwrap_or_default();
     tracing::error!(message, "a handler panicked");
-    Problem::new(Code::Internal, "the ledger failed and has logged why under this answer's Request-Id").into_response()
+    Problem::new(
+        Code::Internal,
+        "the ledger failed and has logged why under this answer's Request-Id",
+    )
+    .into_response()
 }

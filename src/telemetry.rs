@@ -1,13 +1,15 @@
 //! Logs, traces and metrics: what a person at night needs to see, and never a payload, a key or a body.
 
 pub mod metrics;
+pub mod trace;
 
 use std::io::IsTerminal;
 
-use tracing_subscriber::EnvFilter;
-use tracing_subscriber::fmt::format::FmtSpan;
+use tracing::Level;
+use tracing_subscriber::filter::Targets;
 use tracing_subscriber::layer::SubscriberExt;
 use tracing_subscriber::util::SubscriberInitExt;
+use tracing_subscriber::{EnvFilter, Layer};
 
 /// How log lines look.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, clap::ValueEnum)]
@@ -26,16 +28,32 @@ pub struct InvalidFilter {
 }
 
 /// Starts logging to stderr, and exporting spans if an exporter is given.
-pub fn start(format: LogFormat, filter: &str) -> Result<(), InvalidFilter> {
-    let filter = EnvFilter::try_new(filter).map_err(|_| InvalidFilter { filter: filter.to_owned() })?;
-    let subscriber = tracing_subscriber::registry().with(filter);
-    let lines = tracing_subscriber::fmt::layer().with_writer(std::io::stderr).with_span_events(FmtSpan::NONE);
+///
+/// The filter is about log lines: which spans are exported does not depend on how much is logged.
+pub fn start(format: LogFormat, filter: &str, exporter: Option<trace::Exporter>) -> Result<(), InvalidFilter> {
+    let filter = EnvFilter::try_new(filter).map_err(|_| InvalidFilter {
+        filter: filter.to_owned(),
+    })?;
+    let lines = tracing_subscriber::fmt::layer().with_writer(std::io::stderr);
+    let lines = match format {
+        LogFormat::Text => lines
+            .with_target(false)
+            .with_ansi(std::io::stderr().is_terminal())
+            .boxed(),
+        LogFormat::Json => lines.json().flatten_event(true).with_current_span(true).boxed(),
+    };
     // A second start, as in tests, keeps the first one's settings.
-    let _ = match format {
-        LogFormat::Text => subscriber
-            .with(lines.with_target(false).with_ansi(std::io::stderr().is_terminal()))
+    let _ = match exporter {
+        Some(exporter) => tracing_subscriber::registry()
+            .with(lines.with_filter(filter))
+            .with(
+                exporter
+                    .layer()
+                    .with_filter(Targets::new().with_target("opledger", Level::INFO)),
+            )
             .try_init(),
-        LogFormat::Json => subscriber.with(lines.json().flatten_event(true).with_current_span(true)).try_init(),
+        // One filter for everything is cheaper than one for each layer.
+        None => tracing_subscriber::registry().with(lines).with(filter).try_init(),
     };
     Ok(())
 }

@@ -19,8 +19,16 @@ struct App {
 }
 
 pub async fn serve(settings: Baseline) -> Result<()> {
-    let app = App { pool: baseline::pool(&settings).await?, tenant: settings.tenant };
-    baseline::serve(Router::new().route("/deposits", post(deposit)).with_state(Arc::new(app))).await
+    let app = App {
+        pool: baseline::pool(&settings).await?,
+        tenant: settings.tenant,
+    };
+    baseline::serve(
+        Router::new()
+            .route("/deposits", post(deposit))
+            .with_state(Arc::new(app)),
+    )
+    .await
 }
 
 async fn deposit(State(app): State<Arc<App>>, Json(deposit): Json<Deposit>) -> Result<Json<Value>, StatusCode> {
@@ -37,5 +45,7 @@ async fn deposit(State(app): State<Arc<App>>, Json(deposit): Json<Deposit>) -> R
         StatusCode::INTERNAL_SERVER_ERROR
     })?;
     let balance = balance.ok_or(StatusCode::NOT_FOUND)?;
-    Ok(Json(json!({"account": deposit.account, "amount": deposit.amount, "balance": balance})))
+    Ok(Json(
+        json!({"account": deposit.account, "amount": deposit.amount, "balance": balance}),
+    ))
 }

@@ -32,8 +32,14 @@ pub async fn pool(settings: &Baseline) -> Result<PgPool> {
 
 /// Serves until the benchmark, which holds the other end of standard input, is gone.
 pub async fn serve(router: Router) -> Result<()> {
-    let listener = TcpListener::bind("127.0.0.1:0").await.context("open a port for a baseline server")?;
-    println!(r#"{{"url":"http://{}","pid":{}}}"#, listener.local_addr()?, std::process::id());
+    let listener = TcpListener::bind("127.0.0.1:0")
+        .await
+        .context("open a port for a baseline server")?;
+    println!(
+        r#"{{"url":"http://{}","pid":{}}}"#,
+        listener.local_addr()?,
+        std::process::id()
+    );
     let service = axum::serve(
         axum::serve::ListenerExt::tap_io(listener, |stream| {
             // As good as any: a failure only costs speed.

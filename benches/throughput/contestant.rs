@@ -83,7 +83,14 @@ impl Contestant {
         let tenant = format!("bench-{}", name.as_str());
         let process = Command::new(std::env::current_exe().context("find this program")?)
             .arg(format!("serve-{}", name.as_str()))
-            .args(["--database-url", database_url, "--tenant", &tenant, "--pool", &pool.to_string()])
+            .args([
+                "--database-url",
+                database_url,
+                "--tenant",
+                &tenant,
+                "--pool",
+                &pool.to_string(),
+            ])
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .kill_on_drop(true)
@@ -94,7 +101,15 @@ impl Contestant {
         let requests = Requests::new(address, "/deposits", "", accounts, |account| {
             format!(r#"{{"account":"acct-{account}","amount":1}}"#)
         });
-        Ok(Self::new(name, tenant, address, requests, ready.pid, Some(pool), process))
+        Ok(Self::new(
+            name,
+            tenant,
+            address,
+            requests,
+            ready.pid,
+            Some(pool),
+            process,
+        ))
     }
 
     /// Starts `opledger dev`, with a PostgreSQL of its own in `directory`.
@@ -116,12 +131,23 @@ impl Contestant {
             .await
             .with_context(|| format!("start opledger; its log is {}", log_path.display()))?;
         let address = address(&ready.url)?;
-        let key = ready.keys.get("agent").context("find the agent's key in what opledger printed")?;
+        let key = ready
+            .keys
+            .get("agent")
+            .context("find the agent's key in what opledger printed")?;
         let credential = format!("Authorization: Bearer {key}\r\n");
         let requests = Requests::new(address, "/v1/operations", &credential, accounts, |account| {
             format!(r#"{{"kind":"account.deposit","payload":{{"account":"acct-{account}","amount":1}}}}"#)
         });
-        let contestant = Self::new(Name::Opledger, ready.tenant.clone(), address, requests, ready.pid, None, process);
+        let contestant = Self::new(
+            Name::Opledger,
+            ready.tenant.clone(),
+            address,
+            requests,
+            ready.pid,
+            None,
+            process,
+        );
         Ok((contestant, ready))
     }
 
@@ -136,7 +162,18 @@ impl Contestant {
     ) -> Self {
         let requests = Arc::new(requests);
         let next_number = Numbers::start();
-        Self { name, tenant, address, requests, pid, pool, next_number, acknowledged: 0, balance_before: 0, process }
+        Self {
+            name,
+            tenant,
+            address,
+            requests,
+            pid,
+            pool,
+            next_number,
+            acknowledged: 0,
+            balance_before: 0,
+            process,
+        }
     }
 
     /// Asks the server to end, the way its kind is asked, and waits for it.
@@ -173,6 +210,10 @@ fn address(url: &str) -> Result<SocketAddr> {
 async fn terminate(process: &Child) -> Result<()> {
     // None: it has ended already.
     let Some(pid) = process.id() else { return Ok(()) };
-    Command::new("kill").args(["-TERM", &pid.to_string()]).status().await.context("ask opledger to end")?;
+    Command::new("kill")
+        .args(["-TERM", &pid.to_string()])
+        .status()
+        .await
+        .context("ask opledger to end")?;
     Ok(())
 }

@@ -68,18 +68,25 @@ impl Database {
     }
 
     pub async fn prepare(&self) -> Result<()> {
-        let shop: bool =
-            sqlx::query_scalar("select to_regclass('shop.accounts') is not null").fetch_one(&self.pool).await?;
+        let shop: bool = sqlx::query_scalar("select to_regclass('shop.accounts') is not null")
+            .fetch_one(&self.pool)
+            .await?;
         if !shop {
             for file in [
                 include_str!("../../examples/shop/schema.sql"),
                 include_str!("../../examples/shop/functions.sql"),
                 include_str!("../../examples/shop/data.sql"),
             ] {
-                sqlx::raw_sql(file).execute(&self.pool).await.context("create the shop")?;
+                sqlx::raw_sql(file)
+                    .execute(&self.pool)
+                    .await
+                    .context("create the shop")?;
             }
         }
-        sqlx::raw_sql(BASELINE_TABLES).execute(&self.pool).await.context("create the hand-written server's tables")?;
+        sqlx::raw_sql(BASELINE_TABLES)
+            .execute(&self.pool)
+            .await
+            .context("create the hand-written server's tables")?;
         Ok(())
     }
 
@@ -110,33 +117,47 @@ impl Database {
     /// Clears up after the last round, so that each begins alike.
     pub async fn settle_down(&self) -> Result<()> {
         for statement in ["vacuum (analyze)", "checkpoint"] {
-            sqlx::raw_sql(statement).execute(&self.pool).await.with_context(|| format!("run {statement}"))?;
+            sqlx::raw_sql(statement)
+                .execute(&self.pool)
+                .await
+                .with_context(|| format!("run {statement}"))?;
         }
         Ok(())
     }
 
     pub async fn version(&self) -> Result<String> {
-        Ok(sqlx::query_scalar("select current_setting('server_version')").fetch_one(&self.pool).await?)
-    }
-
-    pub async fn today(&self) -> Result<String> {
-        Ok(sqlx::query_scalar("select current_date::text").fetch_one(&self.pool).await?)
-    }
-
-    pub async fn size(&self) -> Result<String> {
-        Ok(sqlx::query_scalar("select pg_size_pretty(pg_database_size(current_database()))")
+        Ok(sqlx::query_scalar("select current_setting('server_version')")
             .fetch_one(&self.pool)
             .await?)
     }
 
+    pub async fn today(&self) -> Result<String> {
+        Ok(sqlx::query_scalar("select current_date::text")
+            .fetch_one(&self.pool)
+            .await?)
+    }
+
+    pub async fn size(&self) -> Result<String> {
+        Ok(
+            sqlx::query_scalar("select pg_size_pretty(pg_database_size(current_database()))")
+                .fetch_one(&self.pool)
+                .await?,
+        )
+    }
+
     pub async fn directory(&self) -> Result<String> {
-        Ok(sqlx::query_scalar("select current_setting('data_directory')").fetch_one(&self.pool).await?)
+        Ok(sqlx::query_scalar("select current_setting('data_directory')")
+            .fetch_one(&self.pool)
+            .await?)
     }
 
     pub async fn settings(&self) -> Result<Vec<(&'static str, String)>> {
         let mut settings = Vec::new();
         for name in SETTINGS {
-            let value = sqlx::query_scalar("select current_setting($1)").bind(name).fetch_one(&self.pool).await?;
+            let value = sqlx::query_scalar("select current_setting($1)")
+                .bind(name)
+                .fetch_one(&self.pool)
+                .await?;
             settings.push((name, value));
         }
         Ok(settings)

@@ -34,12 +34,23 @@ enum Refusal {
 }
 
 pub async fn serve(settings: Baseline) -> Result<()> {
-    let app = App { pool: baseline::pool(&settings).await?, tenant: settings.tenant };
-    baseline::serve(Router::new().route("/deposits", post(deposit)).with_state(Arc::new(app))).await
+    let app = App {
+        pool: baseline::pool(&settings).await?,
+        tenant: settings.tenant,
+    };
+    baseline::serve(
+        Router::new()
+            .route("/deposits", post(deposit))
+            .with_state(Arc::new(app)),
+    )
+    .await
 }
 
 async fn deposit(State(app): State<Arc<App>>, headers: HeaderMap, body: Bytes) -> Result<Response, Refusal> {
-    let key = headers.get("idempotency-key").and_then(|key| key.to_str().ok()).ok_or(Refusal::KeyMissing)?;
+    let key = headers
+        .get("idempotency-key")
+        .and_then(|key| key.to_str().ok())
+        .ok_or(Refusal::KeyMissing)?;
     let deposit: Deposit = serde_json::from_slice(&body).map_err(|_| Refusal::BodyMalformed)?;
     let digest = Sha256::digest(&body);
 
@@ -49,7 +60,9 @@ async fn deposit(State(app): State<Arc<App>>, headers: HeaderMap, body: Bytes) -
         transaction.rollback().await?;
         return Ok(replayed(answer));
     }
-    let balance = apply(&mut transaction, &app.tenant, &deposit).await?.ok_or(Refusal::NoSuchAccount)?;
+    let balance = apply(&mut transaction, &app.tenant, &deposit)
+        .await?
+        .ok_or(Refusal::NoSuchAccount)?;
     let answer = json!({"account": deposit.account, "amount": deposit.amount, "balance": balance}).to_string();
     store_answer(&mut transaction, &app.tenant, key, &answer).await?;
     audit(&mut transaction, &app.tenant, key).await?;
@@ -84,7 +97,11 @@ async fn stored_answer(
     .bind(key)
     .fetch_one(connection)
     .await?;
-    if first_digest == digest { Ok(answer) } else { Err(Refusal::OtherBody) }
+    if first_digest == digest {
+        Ok(answer)
+    } else {
+        Err(Refusal::OtherBody)
+    }
 }
 
 async fn apply(connection: &mut PgConnection, tenant: &str, deposit: &Deposit) -> sqlx::Result<Option<i64>> {
@@ -125,7 +142,11 @@ fn first(answer: String) -> Response {
 }
 
 fn replayed(answer: String) -> Response {
-    ([(HeaderName::from_static("idempotent-replayed"), "true")], first(answer)).into_response()
+    (
+        [(HeaderName::from_static("idempotent-replayed"), "true")],
+        first(answer),
+    )
+        .into_response()
 }
 
 impl From<sqlx::Error> for Refusal {

@@ -15,7 +15,10 @@ pub struct Histogram {
 
 impl Histogram {
     pub fn new() -> Self {
-        Self { counts: vec![0; BUCKETS], total: 0 }
+        Self {
+            counts: vec![0; BUCKETS],
+            total: 0,
+        }
     }
 
     pub fn add(&mut self, latency: Duration) {

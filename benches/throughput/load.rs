@@ -51,7 +51,10 @@ impl Requests {
             let body = body(account);
             format!("\r\nContent-Length: {}\r\n\r\n{body}", body.len()).into_bytes()
         };
-        Self { head: head.into_bytes(), tails: (1..=accounts).map(tail).collect() }
+        Self {
+            head: head.into_bytes(),
+            tails: (1..=accounts).map(tail).collect(),
+        }
     }
 
     fn write(&self, number: u64, request: &mut Vec<u8>) {
@@ -67,7 +70,10 @@ impl Numbers {
     /// A number that no earlier run has used on the same database: the time in microseconds, which deposits do not outrun.
     pub fn start() -> u64 {
         // The clock of a machine that runs benchmarks stands after 1970.
-        SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or(Duration::ZERO).as_micros() as u64
+        SystemTime::now()
+            .duration_since(UNIX_EPOCH)
+            .unwrap_or(Duration::ZERO)
+            .as_micros() as u64
     }
 
     pub fn fresh(from: u64) -> Self {
@@ -88,7 +94,10 @@ impl Numbers {
 impl Window {
     pub fn opening_in(warm_up: Duration, length: Duration) -> Self {
         let from = Instant::now() + warm_up;
-        Self { from, until: from + length }
+        Self {
+            from,
+            until: from + length,
+        }
     }
 
     pub fn seconds(&self) -> f64 {
@@ -118,7 +127,13 @@ pub async fn drive(
 ) -> Result<Histogram> {
     let mut clients = JoinSet::new();
     for (seed, connection) in connections.into_iter().enumerate() {
-        clients.spawn(client(connection, requests.clone(), numbers.clone(), window, seed as u64));
+        clients.spawn(client(
+            connection,
+            requests.clone(),
+            numbers.clone(),
+            window,
+            seed as u64,
+        ));
     }
     let mut latencies = Histogram::new();
     while let Some(client) = clients.join_next().await {

@@ -5,7 +5,10 @@ use std::path::PathBuf;
 use clap::{Args, Parser, Subcommand};
 
 #[derive(Parser)]
-#[command(name = "throughput", about = "Compare protected deposits with hand-written and with unprotected ones.")]
+#[command(
+    name = "throughput",
+    about = "Compare protected deposits with hand-written and with unprotected ones."
+)]
 pub struct Options {
     #[command(subcommand)]
     pub command: Option<Command>,

@@ -23,7 +23,9 @@ pub fn cpu_with_children(pid: u32) -> Result<Duration> {
     let postmaster = stat(pid)?;
     let mut total = postmaster.own + postmaster.ended_children;
     for entry in std::fs::read_dir("/proc").context("list the processes")? {
-        let Some(child) = entry?.file_name().to_str().and_then(|name| name.parse().ok()) else { continue };
+        let Some(child) = entry?.file_name().to_str().and_then(|name| name.parse().ok()) else {
+            continue;
+        };
         // A process may end between being listed and being read.
         if let Ok(child) = stat(child)
             && child.parent == pid
@@ -56,7 +58,10 @@ fn stat(pid: u32) -> Result<Stat> {
     let (_, fields) = line.rsplit_once(')').context("read a line of /proc")?;
     let fields: Vec<&str> = fields.split_ascii_whitespace().collect();
     let number = |field: usize| -> Result<u32> {
-        fields.get(field - 3).and_then(|text| text.parse().ok()).context("read a line of /proc")
+        fields
+            .get(field - 3)
+            .and_then(|text| text.parse().ok())
+            .context("read a line of /proc")
     };
     Ok(Stat {
         parent: number(4)?,

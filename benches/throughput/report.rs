@@ -33,8 +33,11 @@ struct Load {
 /// Servers in the order of the columns.
 const COLUMNS: [Name; 3] = [Name::Handwritten, Name::Bare, Name::Opledger];
 /// Which server's rate is divided by which one's.
-const RATIOS: [(Name, Name); 3] =
-    [(Name::Opledger, Name::Handwritten), (Name::Opledger, Name::Bare), (Name::Bare, Name::Handwritten)];
+const RATIOS: [(Name, Name); 3] = [
+    (Name::Opledger, Name::Handwritten),
+    (Name::Opledger, Name::Bare),
+    (Name::Bare, Name::Handwritten),
+];
 
 pub async fn publish(report: &Report<'_>, database: &Database) -> Result<()> {
     let mut page = String::from("# Benchmarks\n\n");
@@ -65,7 +68,11 @@ fn introduction(page: &mut String, report: &Report<'_>) {
            store the answer, write an audit row. It checks no credentials and keeps no receipts.\n\
          - **bare**: the same update in one statement, with nothing to protect it. A second delivery deposits again.\n",
     );
-    if report.contestants.iter().any(|contestant| contestant.name == Name::Opledger) {
+    if report
+        .contestants
+        .iter()
+        .any(|contestant| contestant.name == Name::Opledger)
+    {
         page.push_str(
             "- **opledger**: `POST /v1/operations` with an API key: claim, fingerprint, handler and receipt, settled once.\n",
         );
@@ -94,18 +101,26 @@ fn rates(page: &mut String, report: &Report<'_>, phase: Phase) -> Result<()> {
 
 fn ratios(page: &mut String, report: &Report<'_>, phase: Phase) -> Result<()> {
     let names = report.names(phase);
-    let pairs: Vec<_> = RATIOS.into_iter().filter(|(a, b)| names.contains(a) && names.contains(b)).collect();
+    let pairs: Vec<_> = RATIOS
+        .into_iter()
+        .filter(|(a, b)| names.contains(a) && names.contains(b))
+        .collect();
     if pairs.is_empty() {
         return Ok(());
     }
     page.push_str("Ratios of these rates, within a round:\n\n");
-    report.header(page, pairs.iter().map(|(a, b)| format!("{} / {}", a.as_str(), b.as_str())))?;
+    report.header(
+        page,
+        pairs.iter().map(|(a, b)| format!("{} / {}", a.as_str(), b.as_str())),
+    )?;
     for load in report.loads() {
         let cells = pairs.iter().map(|&(above, below)| {
             let ratios = report
                 .matching(load, phase, above)
                 .filter_map(|above| {
-                    let below = report.matching(load, phase, below).find(|below| below.round == above.round)?;
+                    let below = report
+                        .matching(load, phase, below)
+                        .find(|below| below.round == above.round)?;
                     Some(above.rate() / below.rate())
                 })
                 .collect();
@@ -124,8 +139,14 @@ fn latencies(page: &mut String, report: &Report<'_>, phase: Phase) -> Result<()>
     for load in report.loads() {
         let cells = names.iter().map(|&name| {
             let mut all = Histogram::new();
-            report.matching(load, phase, name).for_each(|measurement| all.merge(&measurement.latencies));
-            format!("{} / {}", milliseconds(all.quantile(0.5)), milliseconds(all.quantile(0.99)))
+            report
+                .matching(load, phase, name)
+                .for_each(|measurement| all.merge(&measurement.latencies));
+            format!(
+                "{} / {}",
+                milliseconds(all.quantile(0.5)),
+                milliseconds(all.quantile(0.99))
+            )
         });
         report.row(page, load, cells)?;
     }
@@ -175,7 +196,12 @@ fn count(page: &mut String, report: &Report<'_>) -> Result<()> {
          the server had acknowledged: none was lost, and no replay deposited again. Every answer was a success.\n\n",
     );
     for contestant in report.contestants {
-        writeln!(page, "- {}: {} deposits", contestant.name.as_str(), thousands(contestant.acknowledged as f64))?;
+        writeln!(
+            page,
+            "- {}: {} deposits",
+            contestant.name.as_str(),
+            thousands(contestant.acknowledged as f64)
+        )?;
     }
     page.push('\n');
     Ok(())
@@ -185,7 +211,12 @@ async fn circumstances(page: &mut String, report: &Report<'_>, database: &Databa
     page.push_str("## Circumstances\n\n");
     writeln!(page, "- {}", database.today().await?)?;
     machine(page)?;
-    writeln!(page, "- PostgreSQL {}, a database of {} at the end", database.version().await?, database.size().await?)?;
+    writeln!(
+        page,
+        "- PostgreSQL {}, a database of {} at the end",
+        database.version().await?,
+        database.size().await?
+    )?;
     let directory = database.directory().await?;
     if let Some(file_system) = output(Command::new("stat").args(["-f", "-c", "%T"]).arg(Path::new(&directory))) {
         writeln!(page, "- its files are on {file_system}")?;
@@ -193,8 +224,11 @@ async fn circumstances(page: &mut String, report: &Report<'_>, database: &Databa
     for (name, value) in database.settings().await? {
         writeln!(page, "  - `{name} = {value}`")?;
     }
-    if let Some(version) =
-        report.options.opledger.as_ref().and_then(|binary| output(Command::new(binary).arg("--version")))
+    if let Some(version) = report
+        .options
+        .opledger
+        .as_ref()
+        .and_then(|binary| output(Command::new(binary).arg("--version")))
     {
         writeln!(page, "- {version}")?;
     }
@@ -214,7 +248,11 @@ async fn circumstances(page: &mut String, report: &Report<'_>, database: &Databa
         report.options.rounds, report.options.seconds, report.options.warm_up, report.options.accounts,
     )?;
     page.push_str("- before every round: `vacuum (analyze)` and a checkpoint\n");
-    writeln!(page, "\nMade by `cargo bench --bench throughput -- {}`.", arguments().join(" "))?;
+    writeln!(
+        page,
+        "\nMade by `cargo bench --bench throughput -- {}`.",
+        arguments().join(" ")
+    )?;
     Ok(())
 }
 
@@ -239,12 +277,23 @@ fn machine(page: &mut String) -> Result<()> {
     let processors = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
     let model = processors
         .lines()
-        .find_map(|line| line.strip_prefix("model name")?.split_once(':').map(|(_, model)| model.trim()))
+        .find_map(|line| {
+            line.strip_prefix("model name")?
+                .split_once(':')
+                .map(|(_, model)| model.trim())
+        })
         .unwrap_or("processor of unknown make");
     let memory = std::fs::read_to_string("/proc/meminfo").unwrap_or_default();
     let gibibytes = memory
         .lines()
-        .find_map(|line| line.strip_prefix("MemTotal:")?.trim().split(' ').next()?.parse::<f64>().ok())
+        .find_map(|line| {
+            line.strip_prefix("MemTotal:")?
+                .trim()
+                .split(' ')
+                .next()?
+                .parse::<f64>()
+                .ok()
+        })
         .map_or(0.0, |kilobytes| kilobytes / 1_048_576.0);
     let kernel = output(Command::new("uname").arg("-sr")).unwrap_or_default();
     let cores = std::thread::available_parallelism().map_or(0, std::num::NonZero::get);
@@ -254,14 +303,21 @@ fn machine(page: &mut String) -> Result<()> {
 
 impl<'a> Report<'a> {
     fn names(&self, phase: Phase) -> Vec<Name> {
-        let present = |name: &Name| self.measurements.iter().any(|m| m.contestant == *name && m.phase == phase);
+        let present = |name: &Name| {
+            self.measurements
+                .iter()
+                .any(|m| m.contestant == *name && m.phase == phase)
+        };
         COLUMNS.into_iter().filter(present).collect()
     }
 
     fn loads(&self) -> Vec<Load> {
         let mut loads = Vec::new();
         for measurement in self.measurements {
-            let load = Load { stored: measurement.stored, clients: measurement.clients };
+            let load = Load {
+                stored: measurement.stored,
+                clients: measurement.clients,
+            };
             if !loads.contains(&load) {
                 loads.push(load);
             }
@@ -285,7 +341,11 @@ impl<'a> Report<'a> {
             .filter(|trial| trial.contestant == name)
             .map(|trial| format!("{}: {}/s", trial.pool, thousands(trial.rate)))
             .collect();
-        if trials.is_empty() { String::new() } else { format!(", the best of those tried ({})", trials.join(", ")) }
+        if trials.is_empty() {
+            String::new()
+        } else {
+            format!(", the best of those tried ({})", trials.join(", "))
+        }
     }
 
     fn header(&self, page: &mut String, columns: impl Iterator<Item = String>) -> Result<()> {
@@ -312,9 +372,15 @@ impl<'a> Report<'a> {
 /// "median (lowest–highest)"
 fn spread(mut figures: Vec<f64>, print: impl Fn(f64) -> String) -> String {
     figures.sort_by(f64::total_cmp);
-    let (Some(&lowest), Some(&highest)) = (figures.first(), figures.last()) else { return "–".to_owned() };
+    let (Some(&lowest), Some(&highest)) = (figures.first(), figures.last()) else {
+        return "–".to_owned();
+    };
     let middle = figures.len() / 2;
-    let median = if figures.len() % 2 == 1 { figures[middle] } else { (figures[middle - 1] + figures[middle]) / 2.0 };
+    let median = if figures.len() % 2 == 1 {
+        figures[middle]
+    } else {
+        (figures[middle - 1] + figures[middle]) / 2.0
+    };
     format!("{} ({}–{})", print(median), print(lowest), print(highest))
 }
 

@@ -76,7 +76,11 @@ impl Measurement {
 
 pub async fn run(options: Measure) -> Result<()> {
     let directory = options.dir.clone().unwrap_or_else(default_directory);
-    let opledger = if options.baselines_only { None } else { Some(start_opledger(&options, &directory).await?) };
+    let opledger = if options.baselines_only {
+        None
+    } else {
+        Some(start_opledger(&options, &directory).await?)
+    };
     let outcome = with_opledger(&options, opledger).await;
     if !options.baselines_only && !options.keep && outcome.is_ok() {
         std::fs::remove_dir_all(&directory).context("remove opledger's directory")?;
@@ -165,7 +169,11 @@ impl Field<'_> {
             if best.is_none_or(|(_, best_rate)| rate > best_rate) {
                 best = Some((pool, rate));
             }
-            trials.push(Trial { contestant: name, pool, rate });
+            trials.push(Trial {
+                contestant: name,
+                pool,
+                rate,
+            });
         }
         best.map(|(pool, _)| pool).context("--pools names no pool size")
     }
@@ -189,7 +197,8 @@ impl Field<'_> {
             for (turn, &clients) in self.options.clients.iter().enumerate() {
                 for place in 0..contestants.len() {
                     let whose = (place + turn + round as usize) % contestants.len();
-                    self.turn(&mut contestants[whose], stored, round, clients, measurements).await?;
+                    self.turn(&mut contestants[whose], stored, round, clients, measurements)
+                        .await?;
                 }
             }
             for contestant in &*contestants {
@@ -208,7 +217,10 @@ impl Field<'_> {
         measurements: &mut Vec<Measurement>,
     ) -> Result<()> {
         let start = contestant.next_number;
-        measurements.push(self.phase(contestant, Numbers::fresh(start), stored, round, clients).await?);
+        measurements.push(
+            self.phase(contestant, Numbers::fresh(start), stored, round, clients)
+                .await?,
+        );
         if contestant.name.replays() {
             let again = Numbers::Again(start..contestant.next_number);
             measurements.push(self.phase(contestant, again, stored, round, clients).await?);
@@ -300,7 +312,10 @@ async fn cpu_so_far(server: u32, postmaster: u32) -> Result<Cpu> {
 }
 
 async fn start_opledger(options: &Measure, directory: &Path) -> Result<(Contestant, Option<String>)> {
-    let binary = options.opledger.as_deref().context("find opledger: name it with --opledger")?;
+    let binary = options
+        .opledger
+        .as_deref()
+        .context("find opledger: name it with --opledger")?;
     if let Some(parent) = directory.parent() {
         std::fs::create_dir_all(parent).context("create a directory for opledger")?;
     }

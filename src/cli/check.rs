@@ -24,7 +24,11 @@ pub struct Args {
 pub async fn run(args: Args) -> anyhow::Result<ExitCode> {
     let config = config::load(&args.file.config)?;
     for kind in config.kinds.iter() {
-        let schema = if kind.schema.is_some() { "with a schema" } else { "without a schema: any JSON is taken" };
+        let schema = if kind.schema.is_some() {
+            "with a schema"
+        } else {
+            "without a schema: any JSON is taken"
+        };
         println!("kind {}: handler {}, {schema}", kind.name, kind.handler);
     }
     let count = config.kinds.iter().count();
@@ -32,7 +36,10 @@ pub async fn run(args: Args) -> anyhow::Result<ExitCode> {
         println!("no kinds are registered: nothing can be submitted");
     }
     if args.offline {
-        println!("{}: file and schemas are valid; handlers were not looked at", args.file.config.display());
+        println!(
+            "{}: file and schemas are valid; handlers were not looked at",
+            args.file.config.display()
+        );
         return Ok(ExitCode::SUCCESS);
     }
     let pool = Pool::open(&config.file.database.options(args.database.url()?)).await?;
@@ -41,7 +48,10 @@ pub async fn run(args: Args) -> anyhow::Result<ExitCode> {
         eprintln!("opledger: {fault}");
     }
     if faults.is_empty() {
-        println!("{}: valid, and all {count} handlers can be called", args.file.config.display());
+        println!(
+            "{}: valid, and all {count} handlers can be called",
+            args.file.config.display()
+        );
         Ok(ExitCode::SUCCESS)
     } else {
         Ok(ExitCode::FAILURE)

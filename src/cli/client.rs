@@ -1,32 +1,31 @@
 //! The HTTP client of the command line: one request, one answer, bounded in time and size.
 //!
-//! It sends once. Whether to send again is decided by `pause`, and only commands whose request names its operation do
+//! It sends once. Sending again is `retry`'s, and only commands whose request names its operation do
 //! so: with the same id, so that the second try finds what the first one did. The API key goes into one header and into
 //! no message.
+
+pub mod answer;
+pub mod retry;
 
 use std::time::Duration;
 
 use bytes::Bytes;
-use http::header::{AUTHORIZATION, RETRY_AFTER, USER_AGENT};
-use http::{HeaderMap, HeaderName, HeaderValue, Method, Response, StatusCode, Uri};
+use http::header::{AUTHORIZATION, USER_AGENT};
+use http::{HeaderName, HeaderValue, Method, Response, Uri};
 use http_body_util::{BodyExt, Full, LengthLimitError, Limited};
 use hyper_rustls::{HttpsConnector, HttpsConnectorBuilder};
 use hyper_util::client::legacy::Client as Pooled;
 use hyper_util::client::legacy::connect::HttpConnector;
 use hyper_util::rt::TokioExecutor;
-use serde::Deserialize;
 
 use super::exit::{Exit, Failure, chain};
-use super::output;
 use crate::config::ClientArgs;
+use answer::Answer;
 
 const CONNECT: Duration = Duration::from_secs(5);
 
 /// Longest answer, in bytes; a page of 500 operations is far below it.
 const LARGEST_ANSWER: usize = 64 << 20;
-
-/// Longest `Retry-After` that is waited for; beyond it a person should know first.
-const LONGEST_PAUSE: Duration = Duration::from_secs(60);
 
 /// How long to wait for an answer.
 #[derive(Debug, Clone, Copy, clap::Args)]
@@ -34,14 +33,6 @@ pub struct TimeArgs {
     /// Seconds to wait for an answer, each time
     #[arg(long, default_value_t = 30, value_name = "SECONDS", value_parser = clap::value_parser!(u64).range(1..=3600))]
     pub timeout: u64,
-}
-
-/// How often to send again.
-#[derive(Debug, Clone, Copy, clap::Args)]
-pub struct RetryArgs {
-    /// Send again up to N times, with the same id, when nothing answered or the service said that it may help
-    #[arg(long, default_value_t = 2, value_name = "N", value_parser = clap::value_parser!(u32).range(0..=100))]
-    pub retries: u32,
 }
 
 /// Talks to one service with one key.
@@ -69,43 +60,6 @@ pub struct Request {
     pub timeout: Duration,
 }
 
-/// What came back.
-#[derive(Debug, Clone)]
-pub struct Answer {
-    pub status: StatusCode,
-    pub headers: HeaderMap,
-    pub body: Bytes,
-}
-
-/// The members of a problem that people are told; others are left alone.
-#[derive(Debug, Clone, Deserialize)]
-pub struct Problem {
-    pub code: String,
-    #[serde(default)]
-    pub detail: String,
-    #[serde(default)]
-    pub retryable: bool,
-    #[serde(default)]
-    operation_url: Option<String>,
-    #[serde(default)]
-    pointer: Option<String>,
-    #[serde(default)]
-    parameter: Option<String>,
-    #[serde(default)]
-    sqlstate: Option<String>,
-    #[serde(default)]
-    message: Option<String>,
-    #[serde(default)]
-    original: Option<Original>,
-}
-
-#[derive(Debug, Clone, Deserialize)]
-struct Original {
-    kind: String,
-    state: Option<String>,
-    created_at: Option<String>,
-}
-
 /// Why there is no answer. None of them holds the key.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
@@ -118,11 +72,17 @@ pub enum Error {
     #[error("cannot make a request of that")]
     Request { source: http::Error },
     #[error("cannot reach {base}; nothing was sent")]
-    Connect { base: String, source: hyper_util::client::legacy::Error },
+    Connect {
+        base: String,
+        source: hyper_util::client::legacy::Error,
+    },
     #[error("{base} did not answer within {seconds} s; whether it acted is not known here")]
     Timeout { base: String, seconds: u64 },
     #[error("the connection to {base} broke before the answer was complete; whether it acted is not known here")]
-    Broken { base: String, source: Box<dyn std::error::Error + Send + Sync> },
+    Broken {
+        base: String,
+        source: Box<dyn std::error::Error + Send + Sync>,
+    },
     #[error("the answer of {base} is longer than {LARGEST_ANSWER} bytes")]
     TooLarge { base: String },
 }
@@ -138,7 +98,11 @@ impl Client {
         let mut authorization = HeaderValue::try_from(format!("Bearer {key}")).map_err(|_| Error::Key)?;
         authorization.set_sensitive(true);
         let http = if tls { Http::tls()? } else { Http::plain() };
-        Ok(Self { base, authorization, http })
+        Ok(Self {
+            base,
+            authorization,
+            http,
+        })
     }
 
     /// Sends once.
@@ -146,20 +110,10 @@ impl Client {
         let sent = self.request(request).map_err(|source| Error::Request { source })?;
         match tokio::time::timeout(request.timeout, self.exchange(sent)).await {
             Ok(answer) => answer,
-            Err(_) => Err(Error::Timeout { base: self.base.clone(), seconds: request.timeout.as_secs() }),
-        }
-    }
-
-    /// Sends, and sends the very same again as long as that may help.
-    pub async fn send_again(&self, request: &Request, retries: u32) -> Result<Answer, Error> {
-        let mut tried = 0;
-        loop {
-            let result = self.send(request).await;
-            let Some(pause) = pause(tried, &result).filter(|_| tried < retries) else { return result };
-            tried += 1;
-            let seconds = pause.as_secs_f64();
-            output::say(&format!("{}; try {} of {} in {seconds:.1} s", why(&result), tried + 1, retries + 1));
-            tokio::time::sleep(pause).await;
+            Err(_) => Err(Error::Timeout {
+                base: self.base.clone(),
+                seconds: request.timeout.as_secs(),
+            }),
         }
     }
 
@@ -183,7 +137,12 @@ impl Client {
         let response = match self.http.request(request).await {
             Ok(response) => response,
             Err(source) if source.is_connect() => return Err(Error::Connect { base: base(), source }),
-            Err(source) => return Err(Error::Broken { base: base(), source: source.into() }),
+            Err(source) => {
+                return Err(Error::Broken {
+                    base: base(),
+                    source: source.into(),
+                });
+            }
         };
         let (head, body) = response.into_parts();
         let body = Limited::new(body, LARGEST_ANSWER).collect().await.map_err(|source| {
@@ -193,7 +152,11 @@ impl Client {
                 Error::Broken { base: base(), source }
             }
         })?;
-        Ok(Answer { status: head.status, headers: head.headers, body: body.to_bytes() })
+        Ok(Answer {
+            status: head.status,
+            headers: head.headers,
+            body: body.to_bytes(),
+        })
     }
 }
 
@@ -208,7 +171,11 @@ impl Http {
         let mut connector = HttpConnector::new();
         connector.set_connect_timeout(Some(CONNECT));
         connector.set_nodelay(true);
-        Self::Plain(Pooled::builder(TokioExecutor::new()).retry_canceled_requests(false).build(connector))
+        Self::Plain(
+            Pooled::builder(TokioExecutor::new())
+                .retry_canceled_requests(false)
+                .build(connector),
+        )
     }
 
     fn tls() -> Result<Self, Error> {
@@ -222,7 +189,11 @@ impl Http {
             .https_only()
             .enable_http1()
             .wrap_connector(connector);
-        Ok(Self::Tls(Pooled::builder(TokioExecutor::new()).retry_canceled_requests(false).build(connector)))
+        Ok(Self::Tls(
+            Pooled::builder(TokioExecutor::new())
+                .retry_canceled_requests(false)
+                .build(connector),
+        ))
     }
 
     async fn request(
@@ -238,7 +209,13 @@ impl Http {
 
 impl Request {
     pub fn new(method: Method, path: impl Into<String>, timeout: Duration) -> Self {
-        Self { method, path: path.into(), headers: Vec::new(), body: None, timeout }
+        Self {
+            method,
+            path: path.into(),
+            headers: Vec::new(),
+            body: None,
+            timeout,
+        }
     }
 
     pub fn header(mut self, name: &'static str, value: HeaderValue) -> Self {
@@ -252,120 +229,27 @@ impl Request {
     }
 }
 
-impl Answer {
-    /// The body as what was asked for. Anything else than JSON of that form did not come from this service.
-    pub fn parsed<'a, T: Deserialize<'a>>(&'a self) -> Result<T, Failure> {
-        serde_json::from_slice(&self.body).map_err(|_| self.foreign())
-    }
-
-    /// The problem in the body, if it is one.
-    pub fn problem(&self) -> Option<Problem> {
-        serde_json::from_slice(&self.body).ok()
-    }
-
-    pub fn header(&self, name: &str) -> Option<&str> {
-        self.headers.get(name)?.to_str().ok()
-    }
-
-    /// An answer in no form of ours: from a proxy in between, or from another service.
-    pub fn foreign(&self) -> Failure {
-        let exit = match Exit::of_problem(self.status.as_u16(), None) {
-            // What is no answer of ours settles nothing.
-            Exit::Done | Exit::NotSettled => Exit::Other,
-            exit => exit,
-        };
-        Failure {
-            exit,
-            code: "not-our-answer",
-            detail: format!(
-                "the answer (status {}) is not one of opledger's; check the address and what stands before the service",
-                self.status.as_u16()
-            ),
-            retryable: exit == Exit::Unavailable,
-        }
-    }
-
-    fn retry_after(&self) -> Option<Duration> {
-        self.header(RETRY_AFTER.as_str())?.parse().ok().map(Duration::from_secs)
-    }
-}
-
-impl Problem {
-    /// The reason for people: what is wrong, where, and where to read on.
-    pub fn reason(&self) -> String {
-        let mut reason = format!("{}: {}", self.code, self.detail);
-        let place = [("at", &self.pointer), ("parameter", &self.parameter), ("SQLSTATE", &self.sqlstate)];
-        for (what, text) in place.iter().filter_map(|(what, text)| Some((what, text.as_deref()?))) {
-            reason.push_str(&format!("\n  {what} {}", if text.is_empty() { "the whole body" } else { text }));
-        }
-        if let Some(message) = self.message.as_deref().filter(|message| !self.detail.contains(message)) {
-            reason.push_str(&format!("\n  {message}"));
-        }
-        if let Some(original) = &self.original {
-            reason.push_str(&format!("\n  the id belongs to an operation of kind {}", original.kind));
-            for (what, text) in [("state", &original.state), ("created at", &original.created_at)] {
-                if let Some(text) = text {
-                    reason.push_str(&format!(", {what} {text}"));
-                }
-            }
-        }
-        if let Some(url) = &self.operation_url {
-            reason.push_str(&format!("\n  {url}"));
-        }
-        reason
-    }
-}
-
 impl From<Error> for Failure {
     fn from(error: Error) -> Self {
         let detail = chain(&error);
         match error {
-            Error::Address { .. } => Self { exit: Exit::Usage, code: "address-invalid", detail, retryable: false },
-            Error::Key => Self { exit: Exit::NotAllowed, code: "unauthenticated", detail, retryable: false },
+            Error::Address { .. } => Self {
+                exit: Exit::Usage,
+                code: "address-invalid",
+                detail,
+                retryable: false,
+            },
+            Error::Key => Self {
+                exit: Exit::NotAllowed,
+                code: "unauthenticated",
+                detail,
+                retryable: false,
+            },
             Error::Request { .. } => Self::refused("request-invalid", detail),
             Error::Trust { .. } | Error::TooLarge { .. } => Self::other(detail),
             Error::Connect { .. } => Self::unavailable("not-reached", detail),
             Error::Timeout { .. } | Error::Broken { .. } => Self::unavailable("no-answer", detail),
         }
-    }
-}
-
-/// How long to wait before sending the same request again; `None` when that would not help.
-fn pause(tried: u32, result: &Result<Answer, Error>) -> Option<Duration> {
-    let told = match result {
-        Err(Error::Connect { .. } | Error::Timeout { .. } | Error::Broken { .. }) => None,
-        Err(Error::Address { .. } | Error::Key | Error::Trust { .. } | Error::Request { .. } | Error::TooLarge { .. }) => {
-            return None;
-        }
-        Ok(answer) => {
-            let passing = matches!(answer.status.as_u16(), 502..=504);
-            if !answer.problem().map_or(passing, |problem| problem.retryable) {
-                return None;
-            }
-            answer.retry_after()
-        }
-    };
-    match told {
-        Some(told) => Some(told).filter(|told| *told <= LONGEST_PAUSE),
-        None => Some(backoff(tried)),
-    }
-}
-
-/// Exponential with jitter, from a tenth of a second to five.
-fn backoff(tried: u32) -> Duration {
-    let ceiling = (200u64 << tried.min(5)).min(5_000);
-    // Without randomness the pause is merely the longest one.
-    let random = getrandom::u64().unwrap_or(u64::MAX);
-    Duration::from_millis(ceiling / 2 + random % (ceiling / 2 + 1))
-}
-
-fn why(result: &Result<Answer, Error>) -> String {
-    match result {
-        Err(error) => chain(error),
-        Ok(answer) => match answer.problem() {
-            Some(problem) => format!("{}: {}", problem.code, problem.detail),
-            None => format!("status {}", answer.status.as_u16()),
-        },
     }
 }
 
@@ -381,7 +265,14 @@ fn address(url: &str) -> Option<(String, bool)> {
     if authority.as_str().contains('@') || authority.host().is_empty() || uri.query().is_some() {
         return None;
     }
-    Some((format!("{}://{authority}{}", if tls { "https" } else { "http" }, uri.path().trim_end_matches('/')), tls))
+    Some((
+        format!(
+            "{}://{authority}{}",
+            if tls { "https" } else { "http" },
+            uri.path().trim_end_matches('/')
+        ),
+        tls,
+    ))
 }
 
 /// An address as it may be shown: what stands before an `@` may be a password.
@@ -398,33 +289,24 @@ mod tests {
 
     const KEY: &str = "opl_demo_0123456789abcdef_0123456789012345678901234567890123456789abc";
 
-    fn answer(status: u16, retry_after: Option<&str>, body: &str) -> Result<Answer, Error> {
-        let mut headers = HeaderMap::new();
-        if let Some(seconds) = retry_after {
-            headers.insert(RETRY_AFTER, seconds.parse().unwrap());
-        }
-        Ok(Answer { status: StatusCode::from_u16(status).unwrap(), headers, body: body.to_owned().into() })
-    }
-
-    #[test]
-    fn only_what_may_help_is_sent_again() {
-        let busy = r#"{"code":"operation-in-progress","detail":"","retryable":true}"#;
-        let unknown = r#"{"code":"outcome-unknown","detail":"","retryable":false}"#;
-        assert_eq!(pause(0, &answer(409, Some("3"), busy)), Some(Duration::from_secs(3)));
-        assert_eq!(pause(0, &answer(503, Some("3600"), busy)), None, "a person should know first");
-        assert_eq!(pause(0, &answer(409, None, unknown)), None);
-        assert_eq!(pause(0, &answer(200, None, "{}")), None);
-        assert!(pause(0, &answer(502, None, "<html>")).is_some());
-        assert_eq!(pause(0, &answer(500, None, "<html>")), None);
-        assert!(pause(9, &Err(Error::Timeout { base: String::new(), seconds: 1 })).unwrap() <= Duration::from_secs(5));
-        assert_eq!(pause(0, &Err(Error::Key)), None);
-    }
-
     #[test]
     fn addresses_are_plain() {
-        assert_eq!(address("http://127.0.0.1:8080/"), Some(("http://127.0.0.1:8080".to_owned(), false)));
-        assert_eq!(address("https://ledger.example/at/"), Some(("https://ledger.example/at".to_owned(), true)));
-        for bad in ["", "127.0.0.1:8080", "ftp://a", "http://", "http://user:word@a", "http://a/?q=1"] {
+        assert_eq!(
+            address("http://127.0.0.1:8080/"),
+            Some(("http://127.0.0.1:8080".to_owned(), false))
+        );
+        assert_eq!(
+            address("https://ledger.example/at/"),
+            Some(("https://ledger.example/at".to_owned(), true))
+        );
+        for bad in [
+            "",
+            "127.0.0.1:8080",
+            "ftp://a",
+            "http://",
+            "http://user:word@a",
+            "http://a/?q=1",
+        ] {
             assert_eq!(address(bad), None, "{bad}");
         }
         assert!(!shown("http://user:word@a").contains("word"));
@@ -437,20 +319,17 @@ mod tests {
         let request = Request::new(Method::GET, "/v1/keys", Duration::from_secs(5));
         let error = client.send(&request).await.unwrap_err();
         assert!(matches!(error, Error::Connect { .. }));
-        let refused = Client::with_key("http://127.0.0.1:1", &format!("{KEY}\n{KEY}")).err().unwrap();
+        let refused = Client::with_key("http://127.0.0.1:1", &format!("{KEY}\n{KEY}"))
+            .err()
+            .unwrap();
         for error in [error, refused] {
             let debug = format!("{error:?}");
             let failure = Failure::from(error);
-            assert!(!debug.contains("abcdef") && !failure.detail.contains("abcdef"), "{debug}");
+            assert!(
+                !debug.contains("abcdef") && !failure.detail.contains("abcdef"),
+                "{debug}"
+            );
         }
         assert!(!format!("{:?}", client.request(&request).unwrap()).contains("abcdef"));
-    }
-
-    #[test]
-    fn a_reason_names_the_original_and_where_to_read_it() {
-        let body = r#"{"code":"fingerprint-mismatch","detail":"Nothing was done.","operation_url":"/v1/operations/a",
-            "original":{"kind":"order.refund","state":"succeeded","created_at":"2026-01-01T00:00:00.000000Z"}}"#;
-        let reason = answer(422, None, body).unwrap().problem().unwrap().reason();
-        assert!(reason.contains("order.refund, state succeeded") && reason.ends_with("/v1/operations/a"), "{reason}");
     }
 }

@@ -102,7 +102,10 @@ async fn begin(args: &Args, directory: &Path, cluster: &Cluster) -> anyhow::Resu
     let owner = open(cluster.url(DATABASE)).await?;
     migrate::run(&owner, Some(SERVICE_ROLE)).await?;
     let tenant: Tenant = TENANT.parse()?;
-    let limits = Limits { lock: Duration::from_secs(10), statement: Duration::from_secs(600) };
+    let limits = Limits {
+        lock: Duration::from_secs(10),
+        statement: Duration::from_secs(600),
+    };
     let mut session = owner.transaction(limits).await?;
     shop::load(&mut session, TENANT, args.accounts).await?;
     tenant::ensure(&mut session, &tenant).await?;
@@ -128,8 +131,16 @@ async fn create_database(cluster: &Cluster) -> anyhow::Result<()> {
     let pool = open(cluster.url("postgres")).await?;
     let mut session = pool.session().await?;
     for (object, exists, create) in [
-        ("database", "select 1 from pg_database where datname = 'ledger'", "create database ledger"),
-        ("role", "select 1 from pg_roles where rolname = 'opledger'", "create role opledger login"),
+        (
+            "database",
+            "select 1 from pg_database where datname = 'ledger'",
+            "create database ledger",
+        ),
+        (
+            "role",
+            "select 1 from pg_roles where rolname = 'opledger'",
+            "create role opledger login",
+        ),
     ] {
         let found = sqlx::raw_sql(exists).fetch_optional(session.connection()).await?;
         if found.is_none() {
@@ -145,23 +156,31 @@ async fn create_database(cluster: &Cluster) -> anyhow::Result<()> {
 }
 
 async fn open(url: String) -> anyhow::Result<Pool> {
-    let settings = Database { max_connections: 1, ..Database::default() };
+    let settings = Database {
+        max_connections: 1,
+        ..Database::default()
+    };
     Ok(Pool::open(&settings.options(url)).await?)
 }
 
 /// The keys of an earlier start if they still work, else new ones, kept in a file that only its owner reads.
-async fn keys(
-    session: &mut crate::postgres::session::Session,
-    tenant: &Tenant,
-    path: &Path,
-) -> anyhow::Result<Keys> {
+async fn keys(session: &mut crate::postgres::session::Session, tenant: &Tenant, path: &Path) -> anyhow::Result<Keys> {
     if let Some(keys) = kept_keys(session, path).await? {
         return Ok(keys);
     }
     let mut keys = Keys::new();
     for role in Role::ALL {
         let secret = Secret::generate(tenant).map_err(|error| anyhow::anyhow!("no randomness for a key: {error}"))?;
-        key::create(session, &secret, &NewKey { role, label: format!("dev {}", role.as_str()), kinds: None }).await?;
+        key::create(
+            session,
+            &secret,
+            &NewKey {
+                role,
+                label: format!("dev {}", role.as_str()),
+                kinds: None,
+            },
+        )
+        .await?;
         keys.insert(role.as_str().to_owned(), secret.reveal().to_owned());
     }
     write_privately(path, &serde_json::to_vec_pretty(&keys)?).context("cannot keep the keys")?;
@@ -173,10 +192,17 @@ async fn kept_keys(session: &mut crate::postgres::session::Session, path: &Path)
     #[serde(transparent)]
     struct File(Keys);
     let Ok(text) = std::fs::read(path) else { return Ok(None) };
-    let Ok(File(keys)) = serde_json::from_slice(&text) else { return Ok(None) };
+    let Ok(File(keys)) = serde_json::from_slice(&text) else {
+        return Ok(None);
+    };
     for role in Role::ALL {
-        let Some(secret) = keys.get(role.as_str()).and_then(|text| Secret::parse(text)) else { return Ok(None) };
-        if key::authenticate(session, &secret).await?.is_none_or(|caller| caller.role != role) {
+        let Some(secret) = keys.get(role.as_str()).and_then(|text| Secret::parse(text)) else {
+            return Ok(None);
+        };
+        if key::authenticate(session, &secret)
+            .await?
+            .is_none_or(|caller| caller.role != role)
+        {
             return Ok(None);
         }
     }
@@ -187,8 +213,12 @@ fn write_privately(path: &Path, bytes: &[u8]) -> std::io::Result<()> {
     use std::io::Write;
     use std::os::unix::fs::OpenOptionsExt;
     let unfinished = path.with_extension("json.new");
-    let mut file =
-        std::fs::OpenOptions::new().write(true).create(true).truncate(true).mode(0o600).open(&unfinished)?;
+    let mut file = std::fs::OpenOptions::new()
+        .write(true)
+        .create(true)
+        .truncate(true)
+        .mode(0o600)
+        .open(&unfinished)?;
     file.write_all(bytes)?;
     file.sync_all()?;
     std::fs::rename(unfinished, path)
@@ -213,7 +243,11 @@ fn announce(args: &Args, running: &Running, keys: Keys, cluster: &Cluster) -> an
 fn greeting(ready: &Ready) -> String {
     let url = &ready.url;
     let agent = ready.keys.get("agent").map_or("", String::as_str);
-    let keys: String = ready.keys.iter().map(|(role, key)| format!("  {role:<9} {key}\n")).collect();
+    let keys: String = ready
+        .keys
+        .iter()
+        .map(|(role, key)| format!("  {role:<9} {key}\n"))
+        .collect();
     format!(
         r#"
 opledger is ready at {url}, with the example shop and the tenant "{tenant}".
@@ -262,7 +296,11 @@ async fn watch(running: &Running, cluster: &mut Cluster) -> anyhow::Result<()> {
 }
 
 fn temporary_directory() -> anyhow::Result<PathBuf> {
-    let name = format!("opledger-{}-{:08x}", std::process::id(), getrandom::u32().unwrap_or_default());
+    let name = format!(
+        "opledger-{}-{:08x}",
+        std::process::id(),
+        getrandom::u32().unwrap_or_default()
+    );
     let path = std::env::temp_dir().join(name);
     std::fs::create_dir(&path).with_context(|| format!("cannot make {}", path.display()))?;
     Ok(path)

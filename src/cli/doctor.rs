@@ -64,7 +64,19 @@ pub async fn run(args: Args) -> anyhow::Result<ExitCode> {
         Ok(url) => database::examine(url, config.as_ref(), &mut findings).await,
         Err(error) => findings.fail("database", chain(&error), "give the address that the service is given"),
     }
-    if args.json { output::print_document(&findings)? } else { output::print(findings.render())? }
+    if args.json {
+        output::print_document(&findings)?
+    } else {
+        output::print(findings.render())?
+    }
+    let failed = findings
+        .checks
+        .iter()
+        .filter(|check| check.level == Level::Fail)
+        .count();
+    if failed > 0 {
+        output::say(&format!("{failed} of {} checks failed", findings.checks.len()));
+    }
     Ok(findings.exit().into())
 }
 
@@ -74,14 +86,22 @@ fn file(args: &FileArgs, findings: &mut Findings) -> Option<Config> {
         Ok(config) => {
             let kinds = config.kinds.iter().count();
             if kinds == 0 {
-                findings.warn("settings", format!("{path} names no kinds"), "register one: [kinds.\"order.refund\"]");
+                findings.warn(
+                    "settings",
+                    format!("{path} names no kinds"),
+                    "register one: [kinds.\"order.refund\"]",
+                );
             } else {
                 findings.ok("settings", format!("{path} is valid and names {kinds} kinds"));
             }
             Some(config)
         }
         Err(error) => {
-            findings.fail("settings", chain(&error), "correct the file, or name another one with --config");
+            findings.fail(
+                "settings",
+                chain(&error),
+                "correct the file, or name another one with --config",
+            );
             None
         }
     }
@@ -89,15 +109,30 @@ fn file(args: &FileArgs, findings: &mut Findings) -> Option<Config> {
 
 impl Findings {
     fn ok(&mut self, name: &'static str, what: impl Into<String>) {
-        self.checks.push(Check { level: Level::Ok, name, what: what.into(), advice: None });
+        self.checks.push(Check {
+            level: Level::Ok,
+            name,
+            what: what.into(),
+            advice: None,
+        });
     }
 
     fn warn(&mut self, name: &'static str, what: impl Into<String>, advice: impl Into<String>) {
-        self.checks.push(Check { level: Level::Warn, name, what: what.into(), advice: Some(advice.into()) });
+        self.checks.push(Check {
+            level: Level::Warn,
+            name,
+            what: what.into(),
+            advice: Some(advice.into()),
+        });
     }
 
     fn fail(&mut self, name: &'static str, what: impl Into<String>, advice: impl Into<String>) {
-        self.checks.push(Check { level: Level::Fail, name, what: what.into(), advice: Some(advice.into()) });
+        self.checks.push(Check {
+            level: Level::Fail,
+            name,
+            what: what.into(),
+            advice: Some(advice.into()),
+        });
     }
 
     /// A line each.
@@ -109,14 +144,25 @@ impl Findings {
                 Level::Warn => "warn",
                 Level::Fail => "FAIL",
             };
-            let advice = check.advice.as_ref().map(|advice| format!(" — {advice}")).unwrap_or_default();
-            text.push_str(&format!("{level}  {}\n", output::inert(&format!("{}{advice}", check.what))));
+            let advice = check
+                .advice
+                .as_ref()
+                .map(|advice| format!(" — {advice}"))
+                .unwrap_or_default();
+            text.push_str(&format!(
+                "{level}  {}\n",
+                output::inert(&format!("{}{advice}", check.what))
+            ));
         }
         text
     }
 
     fn exit(&self) -> Exit {
-        if self.checks.iter().any(|check| check.level == Level::Fail) { Exit::Other } else { Exit::Done }
+        if self.checks.iter().any(|check| check.level == Level::Fail) {
+            Exit::Other
+        } else {
+            Exit::Done
+        }
     }
 }
 

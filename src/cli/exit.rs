@@ -91,17 +91,32 @@ impl From<Exit> for ExitCode {
 impl Failure {
     /// Something about this machine, its files or the database; not about the request.
     pub fn other(detail: impl Into<String>) -> Self {
-        Self { exit: Exit::Other, code: "error", detail: detail.into(), retryable: false }
+        Self {
+            exit: Exit::Other,
+            code: "error",
+            detail: detail.into(),
+            retryable: false,
+        }
     }
 
     /// A request that we do not send, since nothing good could come of it.
     pub fn refused(code: &'static str, detail: impl Into<String>) -> Self {
-        Self { exit: Exit::Refused, code, detail: detail.into(), retryable: false }
+        Self {
+            exit: Exit::Refused,
+            code,
+            detail: detail.into(),
+            retryable: false,
+        }
     }
 
     /// Nothing was reached, or nothing answered.
     pub fn unavailable(code: &'static str, detail: impl Into<String>) -> Self {
-        Self { exit: Exit::Unavailable, code, detail: detail.into(), retryable: true }
+        Self {
+            exit: Exit::Unavailable,
+            code,
+            detail: detail.into(),
+            retryable: true,
+        }
     }
 }
 
@@ -117,7 +132,12 @@ impl From<crate::config::Error> for Failure {
             Exit::NotAllowed => "unauthenticated",
             _ => "error",
         };
-        Self { exit, code, detail: chain(&error), retryable: false }
+        Self {
+            exit,
+            code,
+            detail: chain(&error),
+            retryable: false,
+        }
     }
 }
 
@@ -189,7 +209,11 @@ mod tests {
     #[test]
     fn help_names_every_code() {
         for exit in 0..=Exit::Broken as u8 {
-            assert!(HELP.lines().any(|line| line.trim_start().starts_with(&format!("{exit}  "))), "{exit}");
+            assert!(
+                HELP.lines()
+                    .any(|line| line.trim_start().starts_with(&format!("{exit}  "))),
+                "{exit}"
+            );
         }
     }
 }

@@ -51,7 +51,9 @@ fn reachable(mut listen: SocketAddr) -> SocketAddr {
 
 async fn status_line(address: SocketAddr, path: &str) -> std::io::Result<String> {
     let mut stream = TcpStream::connect(address).await?;
-    stream.write_all(format!("GET {path} HTTP/1.1\r\nHost: {address}\r\nConnection: close\r\n\r\n").as_bytes()).await?;
+    stream
+        .write_all(format!("GET {path} HTTP/1.1\r\nHost: {address}\r\nConnection: close\r\n\r\n").as_bytes())
+        .await?;
     let mut answer = Vec::new();
     stream.take(64 << 10).read_to_end(&mut answer).await?;
     let line = answer.split(|byte| *byte == b'\r').next().unwrap_or_default();

@@ -3,23 +3,21 @@
 //! The second way is how a tenant's first key is made. A secret goes to stdout once and alone, so that it can be sent
 //! into a file or a vault without passing a screen; everything else is said on stderr.
 
+mod args;
 mod database;
 
 use std::process::ExitCode;
 
-use clap::{Args, Subcommand};
+use clap::Subcommand;
 use http::Method;
 use serde::{Deserialize, Serialize};
 use serde_json::value::RawValue;
 
-use super::client::{Client, Request, TimeArgs};
+use super::client::Client;
 use super::exit::{self, Exit, Failure};
 use super::output::{self, Table};
-use super::pages::{List, PageArgs};
-use crate::config::{ClientArgs, DatabaseArgs};
-use crate::ledger::key::Role;
-use crate::ledger::kind::is_kind_name;
-use crate::ledger::tenant::Tenant;
+use super::pages::List;
+use args::{CreateArgs, ListArgs, RevokeArgs, UpdateArgs, WayArgs};
 
 const EXAMPLES: &str = "\
 Examples:
@@ -47,73 +45,6 @@ pub enum Command {
     Update(UpdateArgs),
 }
 
-/// Through the service, or straight in the database.
-#[derive(Debug, Args)]
-struct WayArgs {
-    /// Go straight to the database, for this tenant; without it through the service with an admin's key
-    #[arg(long)]
-    tenant: Option<Tenant>,
-    #[command(flatten)]
-    database: DatabaseArgs,
-    #[command(flatten)]
-    client: ClientArgs,
-    #[command(flatten)]
-    time: TimeArgs,
-}
-
-#[derive(Debug, Args)]
-#[command(after_help = exit::HELP)]
-pub struct CreateArgs {
-    /// agent submits and reads, approver decides, operator reads everything and repairs, admin makes keys
-    #[arg(long, value_parser = role)]
-    role: Role,
-    /// What people call the key
-    #[arg(long, value_parser = label)]
-    label: String,
-    /// Limit the key to this kind; may be given again
-    #[arg(long = "kind", value_name = "KIND", value_parser = kind)]
-    kinds: Vec<String>,
-    #[command(flatten)]
-    way: WayArgs,
-}
-
-#[derive(Debug, Args)]
-#[command(after_help = exit::HELP)]
-pub struct ListArgs {
-    #[command(flatten)]
-    page: PageArgs,
-    #[command(flatten)]
-    way: WayArgs,
-}
-
-#[derive(Debug, Args)]
-#[command(after_help = exit::HELP)]
-pub struct RevokeArgs {
-    /// The key's id: the 16 characters before its secret
-    key_id: String,
-    #[command(flatten)]
-    way: WayArgs,
-}
-
-#[derive(Debug, Args)]
-#[command(after_help = exit::HELP)]
-#[group(id = "change", required = true, multiple = true, args = ["label", "kinds", "every_kind"])]
-pub struct UpdateArgs {
-    /// The key's id: the 16 characters before its secret
-    key_id: String,
-    /// Call it this from now on
-    #[arg(long, value_parser = label)]
-    label: Option<String>,
-    /// Limit the key to this kind; may be given again
-    #[arg(long = "kind", value_name = "KIND", value_parser = kind, conflicts_with = "every_kind")]
-    kinds: Vec<String>,
-    /// Lift the limit to kinds
-    #[arg(long)]
-    every_kind: bool,
-    #[command(flatten)]
-    way: WayArgs,
-}
-
 /// A key as lists show it.
 #[derive(Debug, Serialize, Deserialize)]
 struct Key {
@@ -124,6 +55,13 @@ struct Key {
     created_at: String,
     last_used_at: Option<String>,
     revoked_at: Option<String>,
+}
+
+/// Every key as one page, in the form of the service's own.
+#[derive(Serialize)]
+struct Page<'a> {
+    keys: &'a [Key],
+    next_cursor: Option<&'a str>,
 }
 
 /// A key that was just made.
@@ -185,8 +123,14 @@ async fn create(args: CreateArgs) -> Result<Exit, Failure> {
         let created = database::create(&way.database, tenant, args.role, &args.label, kinds).await?;
         return show_created(&created, way.client.json, None);
     }
-    let new = New { role: args.role.as_str(), label: &args.label, kinds };
-    let answer = Client::new(&way.client)?.send(&way.request(Method::POST, "/v1/keys").body(json(&new)?)).await?;
+    let new = New {
+        role: args.role.as_str(),
+        label: &args.label,
+        kinds,
+    };
+    let answer = Client::new(&way.client)?
+        .send(&way.request(Method::POST, "/v1/keys").body(json(&new)?))
+        .await?;
     if !answer.status.is_success() {
         return output::refused(&answer, way.client.json);
     }
@@ -215,7 +159,10 @@ async fn list(args: ListArgs) -> Result<Exit, Failure> {
     if let Some(tenant) = &way.tenant {
         let keys = database::list(&way.database, tenant).await?;
         if way.client.json {
-            output::print_document(&serde_json::json!({ "keys": keys, "next_cursor": null }))?;
+            output::print_document(&Page {
+                keys: &keys,
+                next_cursor: None,
+            })?;
         } else {
             output::print(table(&keys))?;
         }
@@ -229,11 +176,15 @@ async fn list(args: ListArgs) -> Result<Exit, Failure> {
         page: args.page,
         timeout: way.time.timeout(),
     };
-    list.show(&client, way.client.json, |items| Ok(table(&parsed(items)?))).await
+    list.show(&client, way.client.json, |items| Ok(table(&parsed(items)?)))
+        .await
 }
 
 fn parsed(items: &[Box<RawValue>]) -> Result<Vec<Key>, Failure> {
-    let keys = items.iter().map(|item| serde_json::from_str(item.get())).collect::<Result<_, _>>();
+    let keys = items
+        .iter()
+        .map(|item| serde_json::from_str(item.get()))
+        .collect::<Result<_, _>>();
     keys.map_err(|_| Failure::other("the service listed something that is no API key; is it a later release?"))
 }
 
@@ -258,7 +209,9 @@ async fn revoke(args: RevokeArgs) -> Result<Exit, Failure> {
     if let Some(tenant) = &way.tenant {
         database::revoke(&way.database, tenant, key_id).await?;
     } else {
-        let answer = Client::new(&way.client)?.send(&way.request(Method::DELETE, &one(key_id))).await?;
+        let answer = Client::new(&way.client)?
+            .send(&way.request(Method::DELETE, &one(key_id)))
+            .await?;
         if !answer.status.is_success() {
             return output::refused(&answer, way.client.json);
         }
@@ -272,27 +225,36 @@ async fn revoke(args: RevokeArgs) -> Result<Exit, Failure> {
 
 async fn update(args: UpdateArgs) -> Result<Exit, Failure> {
     let (way, key_id) = (&args.way, key_id(&args.key_id)?);
-    let kinds = if args.every_kind { Some(None) } else { limit(&args.kinds).map(Some) };
+    let kinds = if args.every_kind {
+        Some(None)
+    } else {
+        limit(&args.kinds).map(Some)
+    };
     if let Some(tenant) = &way.tenant {
         let key = database::change(&way.database, tenant, key_id, args.label.as_deref(), kinds).await?;
-        if way.client.json { output::print_document(&key)? } else { output::print(table(&[key]))? }
+        if way.client.json {
+            output::print_document(&key)?
+        } else {
+            output::print(table(&[key]))?
+        }
         return Ok(Exit::Done);
     }
-    let change = Change { label: args.label.as_deref(), kinds };
+    let change = Change {
+        label: args.label.as_deref(),
+        kinds,
+    };
     let request = way.request(Method::PATCH, &one(key_id)).body(json(&change)?);
     let answer = Client::new(&way.client)?.send(&request).await?;
     if !answer.status.is_success() {
         return output::refused(&answer, way.client.json);
     }
     let key: Key = answer.parsed()?;
-    if way.client.json { output::print_json(&answer.body)? } else { output::print(table(&[key]))? }
-    Ok(Exit::Done)
-}
-
-impl WayArgs {
-    fn request(&self, method: Method, path: &str) -> Request {
-        Request::new(method, path, self.time.timeout())
+    if way.client.json {
+        output::print_json(&answer.body)?
+    } else {
+        output::print(table(&[key]))?
     }
+    Ok(Exit::Done)
 }
 
 /// No kinds given is no limit.
@@ -312,26 +274,6 @@ fn json(body: &impl Serialize) -> Result<Vec<u8>, Failure> {
     serde_json::to_vec(body).map_err(|error| Failure::other(format!("cannot compose the request: {error}")))
 }
 
-fn role(name: &str) -> Result<Role, String> {
-    name.parse().map_err(|error: crate::ledger::key::InvalidRole| error.to_string())
-}
-
-/// The rule of the service, for the way that does not pass it.
-fn label(text: &str) -> Result<String, String> {
-    if text.is_empty() || text.len() > 200 || text.chars().any(char::is_control) {
-        return Err("a label is 1 to 200 bytes without control characters".to_owned());
-    }
-    Ok(text.to_owned())
-}
-
-fn kind(name: &str) -> Result<String, String> {
-    if is_kind_name(name) {
-        Ok(name.to_owned())
-    } else {
-        Err("the name of a kind is 1 to 100 of a-z, 0-9, _, - and ., beginning with a letter".to_owned())
-    }
-}
-
 /// Checked here and not by clap, which shows what it refuses: somebody may have given a whole key.
 fn key_id(text: &str) -> Result<&str, Failure> {
     if text.len() == 16 && text.bytes().all(|byte| byte.is_ascii_alphanumeric()) {
@@ -339,7 +281,10 @@ fn key_id(text: &str) -> Result<&str, Failure> {
     }
     Err(Failure {
         exit: Exit::Usage,
-        ..Failure::refused("request-invalid", "a key's id is 16 letters and digits: what stands before the secret in a key")
+        ..Failure::refused(
+            "request-invalid",
+            "a key's id is 16 letters and digits: what stands before the secret in a key",
+        )
     })
 }
 
@@ -372,8 +317,20 @@ mod tests {
     #[test]
     fn a_lifted_limit_is_null_and_one_left_alone_is_absent() {
         let text = |change: &Change<'_>| serde_json::to_string(change).unwrap();
-        assert_eq!(text(&Change { label: None, kinds: Some(None) }), r#"{"kinds":null}"#);
-        assert_eq!(text(&Change { label: Some("a"), kinds: None }), r#"{"label":"a"}"#);
+        assert_eq!(
+            text(&Change {
+                label: None,
+                kinds: Some(None)
+            }),
+            r#"{"kinds":null}"#
+        );
+        assert_eq!(
+            text(&Change {
+                label: Some("a"),
+                kinds: None
+            }),
+            r#"{"label":"a"}"#
+        );
     }
 
     #[test]

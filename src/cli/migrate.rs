@@ -25,7 +25,11 @@ pub struct Args {
 }
 
 pub async fn run(args: Args) -> anyhow::Result<ExitCode> {
-    let settings = Database { max_connections: 1, prepared_statements: false, ..Database::default() };
+    let settings = Database {
+        max_connections: 1,
+        prepared_statements: false,
+        ..Database::default()
+    };
     let pool = Pool::open(&settings.options(args.database.url()?)).await?;
     if args.check {
         return check(&pool).await;

@@ -14,7 +14,9 @@ use http::{HeaderValue, Method};
 use serde::Deserialize;
 use serde_json::value::RawValue;
 
-use super::client::{Answer, Client, Request, RetryArgs, TimeArgs};
+use super::client::answer::Answer;
+use super::client::retry::RetryArgs;
+use super::client::{Client, Request, TimeArgs};
 use super::exit::{self, Exit, Failure};
 use super::output;
 use super::pages::{List, PageArgs};
@@ -179,7 +181,11 @@ fn operation(answer: &Answer, json: bool) -> Result<Exit, Failure> {
         return output::refused(answer, json);
     }
     let operation: Operation<'_> = answer.parsed()?;
-    if json { output::print_json(&answer.body)? } else { output::print(operation.render())? }
+    if json {
+        output::print_json(&answer.body)?
+    } else {
+        output::print(operation.render())?
+    }
     Ok(Exit::Done)
 }
 
@@ -223,7 +229,11 @@ async fn receipt(args: ReceiptArgs) -> Result<Exit, Failure> {
         }
         return Ok(Exit::Done);
     }
-    if one.client.json { output::print_json(&answer.body)? } else { output::print_exact(&answer.body)? }
+    if one.client.json {
+        output::print_json(&answer.body)?
+    } else {
+        output::print_exact(&answer.body)?
+    }
     match answer.problem().filter(|_| !answer.status.is_success()) {
         Some(problem) => {
             output::say(&problem.reason());
@@ -235,7 +245,11 @@ async fn receipt(args: ReceiptArgs) -> Result<Exit, Failure> {
 
 async fn execute(args: ExecuteArgs) -> Result<Exit, Failure> {
     let (client, one) = (Client::new(&args.one.client)?, &args.one);
-    let request = Request::new(Method::POST, format!("{}/execute", one.id.url()), args.prefer.timeout(one.time));
+    let request = Request::new(
+        Method::POST,
+        format!("{}/execute", one.id.url()),
+        args.prefer.timeout(one.time),
+    );
     let request = args.prefer.on(request);
     let answer = client.send_again(&request, args.retry.retries).await?;
     settled(&answer, one.client.json, args.prefer.respond_async)
@@ -246,7 +260,10 @@ fn settled(answer: &Answer, json: bool, accepted_will_do: bool) -> Result<Exit, 
     let (text, exit) = match answer.status.as_u16() {
         200 => {
             let receipt: Receipt<'_> = answer.parsed()?;
-            (receipt.render(answer.header("idempotent-replayed").is_some()), Exit::Done)
+            (
+                receipt.render(answer.header("idempotent-replayed").is_some()),
+                Exit::Done,
+            )
         }
         202 => {
             let accepted: Accepted = answer.parsed()?;
@@ -258,7 +275,11 @@ fn settled(answer: &Answer, json: bool, accepted_will_do: bool) -> Result<Exit, 
         }
         _ => return output::refused(answer, json),
     };
-    if json { output::print_json(&answer.body)? } else { output::print(text)? }
+    if json {
+        output::print_json(&answer.body)?
+    } else {
+        output::print(text)?
+    }
     Ok(exit)
 }
 
@@ -276,7 +297,10 @@ async fn list(args: ListArgs) -> Result<Exit, Failure> {
     let list = List {
         path: "/v1/operations",
         items: "operations",
-        filters: filters.into_iter().filter_map(|(name, value)| Some((name, value.clone()?))).collect(),
+        filters: filters
+            .into_iter()
+            .filter_map(|(name, value)| Some((name, value.clone()?)))
+            .collect(),
         page: args.page,
         timeout: args.time.timeout(),
     };
@@ -296,7 +320,12 @@ impl PreferArgs {
     /// Adds what was chosen to a request.
     fn on(&self, mut request: Request) -> Request {
         let wait = self.wait.map(|seconds| format!("wait={seconds}"));
-        let preferences: Vec<String> = self.respond_async.then(|| "respond-async".to_owned()).into_iter().chain(wait).collect();
+        let preferences: Vec<String> = self
+            .respond_async
+            .then(|| "respond-async".to_owned())
+            .into_iter()
+            .chain(wait)
+            .collect();
         if let Ok(preferences) = HeaderValue::try_from(preferences.join(", "))
             && !preferences.is_empty()
         {

@@ -9,7 +9,7 @@ use std::io::{self, IsTerminal, Write as _};
 use serde::Serialize;
 use serde_json::value::RawValue;
 
-use super::client::Answer;
+use super::client::answer::Answer;
 use super::exit::{Exit, Failure};
 
 /// Rows under a header, in columns as wide as their widest cell.
@@ -27,12 +27,19 @@ impl Table {
 
     /// Adds a row; its cells are made inert.
     pub fn row<Cell: AsRef<str>>(&mut self, cells: impl IntoIterator<Item = Cell>) {
-        self.rows.push(cells.into_iter().map(|cell| inert(cell.as_ref())).collect());
+        self.rows
+            .push(cells.into_iter().map(|cell| inert(cell.as_ref())).collect());
     }
 
     pub fn render(&self) -> String {
         let columns = self.rows.iter().map(Vec::len).max().unwrap_or(0);
-        let width = |column: usize| self.rows.iter().filter_map(|row| row.get(column)).map(|cell| length(cell)).max();
+        let width = |column: usize| {
+            self.rows
+                .iter()
+                .filter_map(|row| row.get(column))
+                .map(|cell| length(cell))
+                .max()
+        };
         let widths: Vec<usize> = (0..columns).map(|column| width(column).unwrap_or(0)).collect();
         let mut text = String::new();
         for row in &self.rows {
@@ -57,7 +64,11 @@ fn length(text: &str) -> usize {
 pub fn inert(text: &str) -> String {
     let mut shown = String::with_capacity(text.len());
     for character in text.chars() {
-        if acts(character) { shown.extend(character.escape_unicode()) } else { shown.push(character) }
+        if acts(character) {
+            shown.extend(character.escape_unicode())
+        } else {
+            shown.push(character)
+        }
     }
     shown
 }
@@ -136,7 +147,8 @@ pub fn print_json(body: &[u8]) -> Result<(), Failure> {
 
 /// Writes a document of our own.
 pub fn print_document(document: &impl Serialize) -> Result<(), Failure> {
-    let text = serde_json::to_string(document).map_err(|error| Failure::other(format!("cannot write JSON: {error}")))?;
+    let text =
+        serde_json::to_string(document).map_err(|error| Failure::other(format!("cannot write JSON: {error}")))?;
     print_json(text.as_bytes())
 }
 
@@ -206,7 +218,10 @@ mod tests {
         let mut table = Table::with_header(&["ID", "KIND"]);
         table.row([HOSTILE, "<img onerror=alert(1)>"]);
         let text = table.render();
-        assert!(!text.chars().any(|character| acts(character) && character != '\n'), "{text:?}");
+        assert!(
+            !text.chars().any(|character| acts(character) && character != '\n'),
+            "{text:?}"
+        );
         assert_eq!(text.lines().count(), 2, "one line for each row");
         assert!(text.contains(r"a\u{1b}[2J") && text.contains("<img onerror=alert(1)>"));
     }
@@ -221,12 +236,17 @@ mod tests {
 
     #[test]
     fn escaped_json_is_the_same_json() {
-        let text = format!("{{\"text\": \"a\u{9b}b\u{202e}c\u{7f}\u{e0041}\",\n \"n\": [12233344445555567, 0.1000, 1E2]}}");
-        let shown = inert_json(&text);
-        assert!(!shown.chars().any(|character| acts(character) && character != '\n'), "{shown:?}");
+        let text = "{\"text\": \"a\u{9b}b\u{202e}c\u{7f}\u{e0041}\",\n \"n\": [12233344445555567, 0.1000, 1E2]}";
+        let shown = inert_json(text);
+        assert!(
+            !shown.chars().any(|character| acts(character) && character != '\n'),
+            "{shown:?}"
+        );
         assert!(shown.contains("[12233344445555567, 0.1000, 1E2]"));
-        let (before, after): (serde_json::Value, serde_json::Value) =
-            (serde_json::from_str(&text).unwrap(), serde_json::from_str(&shown).unwrap());
+        let (before, after): (serde_json::Value, serde_json::Value) = (
+            serde_json::from_str(text).unwrap(),
+            serde_json::from_str(&shown).unwrap(),
+        );
         assert_eq!(before, after);
     }
 }

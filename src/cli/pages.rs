@@ -6,7 +6,8 @@ use std::time::Duration;
 use http::Method;
 use serde_json::value::RawValue;
 
-use super::client::{Answer, Client, Request};
+use super::client::answer::Answer;
+use super::client::{Client, Request};
 use super::exit::{Exit, Failure};
 use super::output;
 
@@ -55,7 +56,9 @@ impl List {
     ) -> Result<Exit, Failure> {
         let mut found = Vec::new();
         let next_cursor = loop {
-            let answer = client.send(&Request::new(Method::GET, self.path_and_query(), self.timeout)).await?;
+            let answer = client
+                .send(&Request::new(Method::GET, self.path_and_query(), self.timeout))
+                .await?;
             if !answer.status.is_success() {
                 return output::refused(&answer, json);
             }
@@ -63,7 +66,9 @@ impl List {
             found.extend(page.items);
             match page.next_cursor {
                 // The same cursor again would go on for ever.
-                Some(next) if self.page.all && self.page.cursor.as_ref() != Some(&next) => self.page.cursor = Some(next),
+                Some(next) if self.page.all && self.page.cursor.as_ref() != Some(&next) => {
+                    self.page.cursor = Some(next)
+                }
                 next => break next,
             }
         };
@@ -79,7 +84,11 @@ impl List {
     }
 
     fn path_and_query(&self) -> String {
-        let limit = self.page.limit.or(self.page.all.then_some(LARGEST_PAGE)).map(|limit| ("limit", limit.to_string()));
+        let limit = self
+            .page
+            .limit
+            .or(self.page.all.then_some(LARGEST_PAGE))
+            .map(|limit| ("limit", limit.to_string()));
         let cursor = self.page.cursor.clone().map(|cursor| ("cursor", cursor));
         let mut path = self.path.to_owned();
         for (index, (name, value)) in self.filters.iter().cloned().chain(limit).chain(cursor).enumerate() {
@@ -93,7 +102,12 @@ impl List {
 
     fn read(&self, answer: &Answer) -> Result<Page, Failure> {
         let members: HashMap<String, Box<RawValue>> = answer.parsed()?;
-        let member = |name: &str| members.get(name).ok_or_else(|| answer.foreign()).map(|value| value.get());
+        let member = |name: &str| {
+            members
+                .get(name)
+                .ok_or_else(|| answer.foreign())
+                .map(|value| value.get())
+        };
         Ok(Page {
             items: serde_json::from_str(member(self.items)?).map_err(|_| answer.foreign())?,
             next_cursor: serde_json::from_str(member("next_cursor")?).map_err(|_| answer.foreign())?,
@@ -129,14 +143,21 @@ mod tests {
             path: "/v1/operations",
             items: "operations",
             filters: vec![("run_id", "a b&c=é".to_owned())],
-            page: PageArgs { limit: None, cursor: Some("x+y".to_owned()), all },
+            page: PageArgs {
+                limit: None,
+                cursor: Some("x+y".to_owned()),
+                all,
+            },
             timeout: Duration::from_secs(1),
         }
     }
 
     #[test]
     fn filters_are_encoded_and_only_what_was_given_is_sent() {
-        assert_eq!(list(false).path_and_query(), "/v1/operations?run_id=a%20b%26c%3D%C3%A9&cursor=x%2By");
+        assert_eq!(
+            list(false).path_and_query(),
+            "/v1/operations?run_id=a%20b%26c%3D%C3%A9&cursor=x%2By"
+        );
         assert!(list(true).path_and_query().contains("&limit=500&cursor="));
     }
 
@@ -144,7 +165,13 @@ mod tests {
     fn pages_are_joined_digit_for_digit() {
         let items: Vec<Box<RawValue>> = serde_json::from_str(r#"[{"n":12233344445555567},0.1000]"#).unwrap();
         let joined = document("operations", &items, None);
-        assert_eq!(joined, r#"{"operations":[{"n":12233344445555567},0.1000],"next_cursor":null}"#);
-        assert_eq!(document("keys", &[], Some("a\"b")), r#"{"keys":[],"next_cursor":"a\"b"}"#);
+        assert_eq!(
+            joined,
+            r#"{"operations":[{"n":12233344445555567},0.1000],"next_cursor":null}"#
+        );
+        assert_eq!(
+            document("keys", &[], Some("a\"b")),
+            r#"{"keys":[],"next_cursor":"a\"b"}"#
+        );
     }
 }

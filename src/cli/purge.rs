@@ -31,7 +31,10 @@ pub async fn run(args: Args) -> anyhow::Result<ExitCode> {
     let watched = std::io::stderr().is_terminal();
     let purged = recovery::purge(&pool, config.file.retention.tombstones, |so_far| {
         if watched {
-            eprint!("\rpurged {} receipts, {} tombstones", so_far.receipts, so_far.tombstones);
+            eprint!(
+                "\rpurged {} receipts, {} tombstones",
+                so_far.receipts, so_far.tombstones
+            );
         }
     })
     .await?;
@@ -39,9 +42,15 @@ pub async fn run(args: Args) -> anyhow::Result<ExitCode> {
         eprintln!();
     }
     if args.json {
-        println!("{}", serde_json::json!({ "receipts": purged.receipts, "tombstones": purged.tombstones }));
+        println!(
+            "{}",
+            serde_json::json!({ "receipts": purged.receipts, "tombstones": purged.tombstones })
+        );
     } else {
-        println!("purged {} receipts and {} tombstones", purged.receipts, purged.tombstones);
+        println!(
+            "purged {} receipts and {} tombstones",
+            purged.receipts, purged.tombstones
+        );
     }
     Ok(ExitCode::SUCCESS)
 }

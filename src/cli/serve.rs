@@ -58,10 +58,16 @@ pub async fn until_stopped(running: &Running) -> anyhow::Result<()> {
 
 async fn reload(running: &Running) {
     match running.reload().await {
-        Ok(kinds) => tracing::info!(kinds, "configuration reloaded: kinds and their retention are in force, other settings need a restart"),
+        Ok(kinds) => tracing::info!(
+            kinds,
+            "configuration reloaded: kinds and their retention are in force, other settings need a restart"
+        ),
         Err(error) => {
             let error = anyhow::Error::from(error);
-            tracing::error!(error = format!("{error:#}"), "configuration refused; the old one stays in force");
+            tracing::error!(
+                error = format!("{error:#}"),
+                "configuration refused; the old one stays in force"
+            );
         }
     }
 }

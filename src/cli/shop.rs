@@ -13,7 +13,12 @@ macro_rules! shop {
 }
 
 /// In this order; each may run again.
-const SQL: &[(&str, &str)] = &[shop!("schema.sql"), shop!("functions.sql"), shop!("data.sql"), shop!("grants.sql")];
+const SQL: &[(&str, &str)] = &[
+    shop!("schema.sql"),
+    shop!("functions.sql"),
+    shop!("data.sql"),
+    shop!("grants.sql"),
+];
 
 const FILES: &[(&str, &str)] = &[
     shop!("opledger.toml"),
@@ -26,7 +31,10 @@ const FILES: &[(&str, &str)] = &[
 /// Makes or renews the schema `shop`, and gives the tenant its accounts, orders and tickets if they are not there.
 pub async fn load(session: &mut Session, tenant: &str, accounts: u32) -> Result<(), Error> {
     for (_, sql) in SQL {
-        sqlx::raw_sql(*sql).execute(session.connection()).await.map_err(doing("load the example business"))?;
+        sqlx::raw_sql(*sql)
+            .execute(session.connection())
+            .await
+            .map_err(doing("load the example business"))?;
     }
     let accounts = i32::try_from(accounts).unwrap_or(i32::MAX);
     sqlx::query("select shop.seed($1, $2)")

@@ -18,7 +18,10 @@ const BELIEVED: Duration = Duration::from_millis(800);
 /// Most keys remembered at a time, wrong ones included.
 const MOST: u64 = 10_000;
 
-const LIMITS: Limits = Limits { lock: Duration::from_secs(1), statement: Duration::from_secs(2) };
+const LIMITS: Limits = Limits {
+    lock: Duration::from_secs(1),
+    statement: Duration::from_secs(2),
+};
 
 pub struct Accounts {
     pool: Pool,
@@ -33,10 +36,13 @@ impl Accounts {
 
     /// The caller behind a presented key; `None` if it is unknown or revoked. Concurrent look-ups of one key are one.
     pub async fn caller(&self, secret: &Secret) -> Result<Option<Caller>, Refusal> {
-        self.callers.try_get_with(secret.sha256(), self.look_up(secret)).await.map_err(|error: Arc<Error>| {
-            tracing::warn!(error = %error, "cannot check an API key");
-            Refusal::Unavailable
-        })
+        self.callers
+            .try_get_with(secret.sha256(), self.look_up(secret))
+            .await
+            .map_err(|error: Arc<Error>| {
+                tracing::warn!(error = %error, "cannot check an API key");
+                Refusal::Unavailable
+            })
     }
 
     async fn look_up(&self, secret: &Secret) -> Result<Option<Caller>, Error> {

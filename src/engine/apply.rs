@@ -143,10 +143,17 @@ impl Apply {
         let grouped = work == Work::First && submission.kind.group_commit;
         let deadline = Instant::now() + submission.kind.timeout;
         let (reply, outcome) = oneshot::channel();
-        let member = Member { submission, work, deadline, reply };
+        let member = Member {
+            submission,
+            work,
+            deadline,
+            reply,
+        };
         if grouped {
             self.queue.push(member).map_err(|full| match full {
-                Full::Capacity(_) => Refusal::Busy { retry_after: Duration::from_secs(1) },
+                Full::Capacity(_) => Refusal::Busy {
+                    retry_after: Duration::from_secs(1),
+                },
                 Full::Closed(_) => Refusal::Stopping,
             })?;
         } else {
@@ -182,7 +189,11 @@ impl Apply {
             let mut twin = self.lock_running().get(&key).cloned()?;
             if twin.known.fingerprint != submission.fingerprint {
                 let requested = submission.fingerprint;
-                return Some(Outcome::Mismatch { original: twin.known, created_at: None, requested });
+                return Some(Outcome::Mismatch {
+                    original: twin.known,
+                    created_at: None,
+                    requested,
+                });
             }
             if tokio::time::timeout_at(until, twin.finished.changed()).await.is_err() {
                 return Some(Outcome::InProgress { operation: twin.known });
@@ -192,7 +203,9 @@ impl Apply {
 
     fn spawn_alone(self: &Arc<Self>, member: Member) -> Result<(), Refusal> {
         if self.lock_running().len() >= self.settings.queue {
-            return Err(Refusal::Busy { retry_after: Duration::from_secs(1) });
+            return Err(Refusal::Busy {
+                retry_after: Duration::from_secs(1),
+            });
         }
         self.tasks.spawn(alone::run(self.clone(), member));
         Ok(())
@@ -205,7 +218,9 @@ impl Apply {
 
 /// Logs a failed transaction once, where it is handled.
 fn log_trouble(error: &Error, members: usize) {
-    let cause = std::error::Error::source(error).map(ToString::to_string).unwrap_or_default();
+    let cause = std::error::Error::source(error)
+        .map(ToString::to_string)
+        .unwrap_or_default();
     tracing::warn!(error = %error, cause, members, "transaction rolled back");
 }
 

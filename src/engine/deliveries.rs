@@ -25,7 +25,10 @@ const CROWDED: usize = 20_000;
 /// Most operations written in one transaction.
 const BATCH: usize = 1_000;
 
-const LIMITS: Limits = Limits { lock: Duration::from_secs(2), statement: Duration::from_secs(10) };
+const LIMITS: Limits = Limits {
+    lock: Duration::from_secs(2),
+    statement: Duration::from_secs(10),
+};
 
 type Counts = BTreeMap<Tenant, BTreeMap<String, i64>>;
 
@@ -42,7 +45,9 @@ impl Deliveries {
         if !counts.contains_key(tenant) {
             counts.insert(tenant.clone(), BTreeMap::new());
         }
-        let Some(of_tenant) = counts.get_mut(tenant) else { return };
+        let Some(of_tenant) = counts.get_mut(tenant) else {
+            return;
+        };
         match of_tenant.get_mut(id.as_str()) {
             Some(count) => *count += 1,
             None => drop(of_tenant.insert(id.as_str().to_owned(), 1)),
@@ -54,7 +59,11 @@ impl Deliveries {
 
     /// Deliveries of this operation that are not written yet.
     pub fn unwritten(&self, tenant: &Tenant, id: &str) -> i64 {
-        self.lock().get(tenant).and_then(|counts| counts.get(id)).copied().unwrap_or(0)
+        self.lock()
+            .get(tenant)
+            .and_then(|counts| counts.get(id))
+            .copied()
+            .unwrap_or(0)
     }
 
     /// Writes batch after batch until the token is cancelled, and once more then.
@@ -79,8 +88,10 @@ impl Deliveries {
         let counts = std::mem::take(&mut *self.lock());
         let mut outcome = Ok(());
         for (tenant, counts) in counts {
-            let repeats: Vec<Repeats> =
-                counts.into_iter().map(|(operation_id, count)| Repeats { operation_id, count }).collect();
+            let repeats: Vec<Repeats> = counts
+                .into_iter()
+                .map(|(operation_id, count)| Repeats { operation_id, count })
+                .collect();
             for batch in repeats.chunks(BATCH) {
                 if outcome.is_ok() {
                     outcome = write_batch(pool, &tenant, batch).await;

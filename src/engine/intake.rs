@@ -28,7 +28,10 @@ use crate::postgres::session::{Limits, Session};
 use crate::telemetry::metrics::Metrics;
 
 /// Limits of the short statements here.
-const LIMITS: Limits = Limits { lock: Duration::from_secs(2), statement: Duration::from_secs(5) };
+const LIMITS: Limits = Limits {
+    lock: Duration::from_secs(2),
+    statement: Duration::from_secs(5),
+};
 
 /// How often a waiting caller looks again.
 const LOOK_AGAIN: Duration = Duration::from_millis(100);
@@ -184,8 +187,15 @@ impl Intake {
     }
 
     /// Claims what a sweep found abandoned, and runs it in the background.
-    pub async fn take_over(self: &Arc<Self>, tenant: &Tenant, id: &OperationId, seen: Seen) -> Result<(), DatabaseError> {
-        let Some(stored) = self.claim(tenant, id, seen, &self.actor()).await? else { return Ok(()) };
+    pub async fn take_over(
+        self: &Arc<Self>,
+        tenant: &Tenant,
+        id: &OperationId,
+        seen: Seen,
+    ) -> Result<(), DatabaseError> {
+        let Some(stored) = self.claim(tenant, id, seen, &self.actor()).await? else {
+            return Ok(());
+        };
         self.run_in_background(stored);
         Ok(())
     }
@@ -197,24 +207,34 @@ impl Intake {
 
     /// Stores without running; an id that is known already says what is there.
     async fn store(&self, submission: Submission, beginning: Beginning) -> Result<Outcome, Refusal> {
-        let stored = self.write(async |session| plan::store(session, &submission, beginning).await).await;
+        let stored = self
+            .write(async |session| plan::store(session, &submission, beginning).await)
+            .await;
         if stored.map_err(|error| refusal(&error))? {
             let state = match beginning {
                 Beginning::Planned => StateName::Planned,
                 Beginning::Accepted { .. } | Beginning::Claimed { .. } => StateName::Running,
             };
-            return Ok(Outcome::Accepted { operation: known(&submission, state) });
+            return Ok(Outcome::Accepted {
+                operation: known(&submission, state),
+            });
         }
         let found = self.operation(&submission.tenant, &submission.id).await?;
         // Gone again between the two statements: its tombstone was just forgotten.
-        found.map(|operation| Outcome::of(&operation, &submission.fingerprint)).ok_or(Refusal::Unavailable)
+        found
+            .map(|operation| Outcome::of(&operation, &submission.fingerprint))
+            .ok_or(Refusal::Unavailable)
     }
 
     /// Stores and claims at once, answers, and runs in the background.
     async fn accept(self: &Arc<Self>, submission: Submission) -> Result<Outcome, Refusal> {
         let submission = Arc::new(submission);
-        let beginning = Beginning::Accepted { instance: self.instance };
-        let stored = self.write(async |session| plan::store(session, &submission, beginning).await).await;
+        let beginning = Beginning::Accepted {
+            instance: self.instance,
+        };
+        let stored = self
+            .write(async |session| plan::store(session, &submission, beginning).await)
+            .await;
         if stored.map_err(|error| refusal(&error))? {
             let operation = known(&submission, StateName::Running);
             self.spawn(submission, Work::Claimed { attempt: 1, version: 1 });
@@ -237,17 +257,33 @@ impl Intake {
         preference: Preference,
     ) -> Result<Outcome, Refusal> {
         let (tenant, id) = (&operation.tenant, &operation.id);
-        let seen = Seen { state: operation.state.name(), version: operation.version };
-        let claimed = self.claim(tenant, id, seen, actor).await.map_err(|error| refusal(&error))?;
+        let seen = Seen {
+            state: operation.state.name(),
+            version: operation.version,
+        };
+        let claimed = self
+            .claim(tenant, id, seen, actor)
+            .await
+            .map_err(|error| refusal(&error))?;
         let Some(stored) = claimed else {
             let found = self.operation(tenant, id).await?;
-            return found.map(|found| Outcome::of(&found, &operation.fingerprint)).ok_or(Refusal::Unavailable);
+            return found
+                .map(|found| Outcome::of(&found, &operation.fingerprint))
+                .ok_or(Refusal::Unavailable);
         };
         if preference.respond_async {
             self.run_in_background(stored);
-            return Ok(Outcome::Accepted { operation: Known { state: Some(StateName::Running), ..Known::of(operation) } });
+            return Ok(Outcome::Accepted {
+                operation: Known {
+                    state: Some(StateName::Running),
+                    ..Known::of(operation)
+                },
+            });
         }
-        let work = Work::Claimed { attempt: stored.attempt, version: stored.version };
+        let work = Work::Claimed {
+            attempt: stored.attempt,
+            version: stored.version,
+        };
         match self.submission(&stored) {
             Some(submission) => self.apply.run(Arc::new(submission), work).await,
             None => self.without_kind(&stored).await,
@@ -261,16 +297,21 @@ impl Intake {
         seen: Seen,
         actor: &str,
     ) -> Result<Option<Stored>, DatabaseError> {
-        self.write(async |session| plan::claim(session, tenant, id, seen, self.instance, actor).await).await
+        self.write(async |session| plan::claim(session, tenant, id, seen, self.instance, actor).await)
+            .await
     }
 
     fn run_in_background(self: &Arc<Self>, stored: Stored) {
-        let work = Work::Claimed { attempt: stored.attempt, version: stored.version };
+        let work = Work::Claimed {
+            attempt: stored.attempt,
+            version: stored.version,
+        };
         match self.submission(&stored) {
             Some(submission) => self.spawn(Arc::new(submission), work),
             None => {
                 let intake = self.clone();
-                self.tasks.spawn(async move { drop(intake.without_kind(&stored).await) });
+                self.tasks
+                    .spawn(async move { drop(intake.without_kind(&stored).await) });
             }
         }
     }
@@ -308,7 +349,10 @@ impl Intake {
     async fn without_kind(&self, stored: &Stored) -> Result<Outcome, Refusal> {
         const DELAY: Duration = Duration::from_secs(30);
         tracing::error!(operation.id = %stored.id, kind = stored.kind, "the kind of a stored operation is not configured");
-        let fence = plan::Fence { attempt: stored.attempt, instance: self.instance };
+        let fence = plan::Fence {
+            attempt: stored.attempt,
+            instance: self.instance,
+        };
         let reason = "its kind is not configured";
         let put_back = self
             .write(async |session| plan::wait(session, &stored.tenant, &stored.id, fence, DELAY, reason, None).await)
@@ -319,7 +363,10 @@ impl Intake {
             message: format!("the kind {} is not configured", stored.kind),
             detail: None,
         };
-        Ok(Outcome::HandlerBroken { id: stored.id.clone(), raised })
+        Ok(Outcome::HandlerBroken {
+            id: stored.id.clone(),
+            raised,
+        })
     }
 
     async fn write_cancellation(&self, caller: &Caller, operation: &Operation) -> Result<bool, DatabaseError> {
@@ -327,10 +374,15 @@ impl Intake {
             .kinds()
             .get(&operation.kind)
             .map_or(crate::config::DEFAULT_RETENTION, |kind| kind.retention);
-        let seen = Seen { state: operation.state.name(), version: operation.version };
+        let seen = Seen {
+            state: operation.state.name(),
+            version: operation.version,
+        };
         self.write(async |session| {
             let (tenant, id) = (&operation.tenant, &operation.id);
-            let Some(times) = plan::cancel(session, tenant, id, seen, retention).await? else { return Ok(false) };
+            let Some(times) = plan::cancel(session, tenant, id, seen, retention).await? else {
+                return Ok(false);
+            };
             let receipt = Receipt::cancelled(receipt::Settled {
                 id,
                 kind: &operation.kind,
@@ -374,11 +426,15 @@ impl Intake {
         mut outcome: Outcome,
         preference: Preference,
     ) -> Result<Outcome, Refusal> {
-        let Some(wait) = preference.wait else { return Ok(outcome) };
+        let Some(wait) = preference.wait else {
+            return Ok(outcome);
+        };
         let until = Instant::now() + wait;
         while matches!(outcome, Outcome::Accepted { .. } | Outcome::InProgress { .. }) && Instant::now() < until {
             tokio::time::sleep(LOOK_AGAIN.min(until - Instant::now())).await;
-            let Some(operation) = self.operation(tenant, id).await? else { continue };
+            let Some(operation) = self.operation(tenant, id).await? else {
+                continue;
+            };
             outcome = match Outcome::of(&operation, fingerprint) {
                 Outcome::InProgress { operation } if preference.respond_async => Outcome::Accepted { operation },
                 outcome => outcome,
@@ -390,7 +446,11 @@ impl Intake {
     /// Counts the delivery in metrics, and on the operation if it was known before.
     fn count(&self, tenant: &Tenant, outcome: &Outcome) {
         let again = match outcome {
-            Outcome::Settled { operation, replayed: true, .. }
+            Outcome::Settled {
+                operation,
+                replayed: true,
+                ..
+            }
             | Outcome::InProgress { operation }
             | Outcome::Unknown { operation }
             | Outcome::Expired { operation, .. } => Some(operation),
@@ -418,7 +478,9 @@ fn known(submission: &Submission, state: StateName) -> Known {
 
 /// Logs a failed statement once and tells the caller whether to come back.
 pub fn refusal(error: &DatabaseError) -> Refusal {
-    let cause = std::error::Error::source(error).map(ToString::to_string).unwrap_or_default();
+    let cause = std::error::Error::source(error)
+        .map(ToString::to_string)
+        .unwrap_or_default();
     match error.trouble() {
         Trouble::Passing | Trouble::LockTimeout => {
             tracing::warn!(error = %error, cause, "the database is not available");

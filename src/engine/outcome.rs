@@ -29,9 +29,17 @@ pub enum Outcome {
     /// It may have acted; nobody knows.
     Unknown { operation: Known },
     /// The id belongs to another payload or kind.
-    Mismatch { original: Known, created_at: Option<OffsetDateTime>, requested: Fingerprint },
+    Mismatch {
+        original: Known,
+        created_at: Option<OffsetDateTime>,
+        requested: Fingerprint,
+    },
     /// It was settled, and its receipt is no longer kept.
-    Expired { operation: Known, settled_at: OffsetDateTime, expires_at: OffsetDateTime },
+    Expired {
+        operation: Known,
+        settled_at: OffsetDateTime,
+        expires_at: OffsetDateTime,
+    },
     /// The handler raised what no handler may raise; nothing was stored.
     HandlerBroken { id: OperationId, raised: Raised },
 }
@@ -66,9 +74,11 @@ impl Outcome {
     pub fn of(operation: &Operation, fingerprint: &Fingerprint) -> Self {
         let known = Known::of(operation);
         match operation.on_request(fingerprint) {
-            Verdict::Mismatch => {
-                Self::Mismatch { original: known, created_at: Some(operation.created_at), requested: *fingerprint }
-            }
+            Verdict::Mismatch => Self::Mismatch {
+                original: known,
+                created_at: Some(operation.created_at),
+                requested: *fingerprint,
+            },
             Verdict::Accepted => Self::Accepted { operation: known },
             Verdict::InProgress => Self::InProgress { operation: known },
             Verdict::Unknown => Self::Unknown { operation: known },
@@ -100,7 +110,8 @@ impl Outcome {
 pub fn after(left: time::Duration) -> Instant {
     let left = Duration::try_from(left).unwrap_or_default();
     let now = Instant::now();
-    now.checked_add(left).unwrap_or(now + Duration::from_secs(u64::from(u32::MAX)))
+    now.checked_add(left)
+        .unwrap_or(now + Duration::from_secs(u64::from(u32::MAX)))
 }
 
 impl Known {

@@ -32,7 +32,11 @@ pub enum Full {
 
 impl Queue {
     pub fn new(capacity: usize) -> Self {
-        Self { waiting: Mutex::default(), arrived: Notify::new(), capacity }
+        Self {
+            waiting: Mutex::default(),
+            arrived: Notify::new(),
+            capacity,
+        }
     }
 
     /// Adds a new delivery at its tenant's end.
@@ -143,7 +147,11 @@ mod tests {
     use crate::engine::apply::test_member;
 
     fn ids(group: Option<Vec<Member>>) -> Vec<String> {
-        group.unwrap_or_default().iter().map(|member| member.id().as_str().to_owned()).collect()
+        group
+            .unwrap_or_default()
+            .iter()
+            .map(|member| member.id().as_str().to_owned())
+            .collect()
     }
 
     #[tokio::test]

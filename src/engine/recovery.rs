@@ -18,7 +18,10 @@ use crate::postgres::session::Limits;
 use crate::telemetry::metrics::Metrics;
 
 /// Limits of a sweep's statements.
-const LIMITS: Limits = Limits { lock: Duration::from_secs(2), statement: Duration::from_secs(4) };
+const LIMITS: Limits = Limits {
+    lock: Duration::from_secs(2),
+    statement: Duration::from_secs(4),
+};
 
 /// Most operations a sweep takes over from one tenant at a time.
 const TAKE_OVER: i64 = 50;
@@ -67,12 +70,19 @@ pub struct Heartbeat {
 
 impl Heartbeat {
     pub fn new(instance: uuid::Uuid, hostname: String) -> Self {
-        Self { instance, hostname, written: std::sync::Mutex::new(Instant::now()) }
+        Self {
+            instance,
+            hostname,
+            written: std::sync::Mutex::new(Instant::now()),
+        }
     }
 
     /// Time since the last one that was written.
     pub fn age(&self) -> Duration {
-        self.written.lock().unwrap_or_else(std::sync::PoisonError::into_inner).elapsed()
+        self.written
+            .lock()
+            .unwrap_or_else(std::sync::PoisonError::into_inner)
+            .elapsed()
     }
 
     pub async fn write(&self, pool: &Pool) -> Result<(), Error> {
@@ -116,7 +126,9 @@ pub async fn sweep(intake: &Arc<Intake>, lease: Duration) -> Result<u64, Error> 
         let abandoned = plan::abandoned(&mut session, &tenant, lease, TAKE_OVER).await?;
         session.finish().await?;
         for (id, seen) in abandoned {
-            let Some(seen) = waiting(intake, &tenant, &id, seen).await? else { continue };
+            let Some(seen) = waiting(intake, &tenant, &id, seen).await? else {
+                continue;
+            };
             intake.take_over(&tenant, &id, seen).await?;
             taken += 1;
         }
@@ -141,7 +153,10 @@ async fn waiting(
     let mut session = intake.pool.transaction(LIMITS).await?;
     let lapsed = plan::lapse(&mut session, tenant, id, seen.version, &intake.actor()).await?;
     session.commit().await?;
-    Ok(lapsed.then_some(Seen { state: StateName::RetryWait, version: seen.version + 1 }))
+    Ok(lapsed.then_some(Seen {
+        state: StateName::RetryWait,
+        version: seen.version + 1,
+    }))
 }
 
 /// Purges regularly until told to stop.

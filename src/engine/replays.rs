@@ -35,7 +35,14 @@ impl Replays {
 
     /// Keeps a committed outcome, if it is a receipt.
     pub fn keep(&self, tenant: &Tenant, outcome: &Outcome) {
-        if let Outcome::Settled { operation, receipt, expires_at, serve_until, .. } = outcome {
+        if let Outcome::Settled {
+            operation,
+            receipt,
+            expires_at,
+            serve_until,
+            ..
+        } = outcome
+        {
             let replay = Outcome::Settled {
                 operation: operation.clone(),
                 receipt: receipt.clone(),
@@ -50,7 +57,12 @@ impl Replays {
     /// The replay for this very request. Anything but a plain hit is left to the database: it knows more.
     pub fn find(&self, tenant: &Tenant, id: &OperationId, fingerprint: &Fingerprint) -> Option<Outcome> {
         let found = self.0.get(&(tenant.clone(), id.clone()))?;
-        let Outcome::Settled { operation, serve_until, .. } = &found else { return None };
+        let Outcome::Settled {
+            operation, serve_until, ..
+        } = &found
+        else {
+            return None;
+        };
         (operation.fingerprint == *fingerprint && Instant::now() < *serve_until).then_some(found)
     }
 }

@@ -76,7 +76,10 @@ pub fn settled(operation: &Known, receipt: &Receipt, expires: &str, replayed: bo
     *response.status_mut() = StatusCode::from_u16(receipt.status).unwrap_or(StatusCode::OK);
     let headers = response.headers_mut();
     for (name, value) in &receipt.headers {
-        if let (Ok(name), Ok(value)) = (HeaderName::try_from(name.as_str()), HeaderValue::try_from(value.as_str())) {
+        if let (Ok(name), Ok(value)) = (
+            HeaderName::try_from(name.as_str()),
+            HeaderValue::try_from(value.as_str()),
+        ) {
             headers.append(name, value);
         }
     }
@@ -141,7 +144,9 @@ pub fn json(status: StatusCode, body: &impl Serialize) -> Response {
     let body = serde_json::to_vec(body).unwrap_or_default();
     let mut response = Response::new(Body::from(body));
     *response.status_mut() = status;
-    response.headers_mut().insert(CONTENT_TYPE, HeaderValue::from_static("application/json"));
+    response
+        .headers_mut()
+        .insert(CONTENT_TYPE, HeaderValue::from_static("application/json"));
     response
 }
 

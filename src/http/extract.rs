@@ -17,7 +17,6 @@ use crate::ledger::operation_id::OperationId;
 
 pub const IDEMPOTENCY_KEY: HeaderName = HeaderName::from_static("idempotency-key");
 const PREFER: HeaderName = HeaderName::from_static("prefer");
-const TRACE_PARENT: HeaderName = HeaderName::from_static("traceparent");
 
 /// Longest `Prefer: wait`.
 const LONGEST_WAIT: u64 = 60;
@@ -28,13 +27,23 @@ const DRAINED_BODIES: usize = 8;
 /// The caller, if its key is good and its role one of these.
 pub async fn caller(app: &App, headers: &HeaderMap, roles: &[Role]) -> Result<Caller, Problem> {
     let secret = secret(headers).ok_or_else(Problem::unauthenticated)?;
-    let caller = app.accounts.caller(&secret).await?.ok_or_else(Problem::unauthenticated)?;
-    tracing::Span::current().record("key", &*caller.key_id).record("tenant", caller.tenant.as_str());
+    let caller = app
+        .accounts
+        .caller(&secret)
+        .await?
+        .ok_or_else(Problem::unauthenticated)?;
+    tracing::Span::current()
+        .record("key", &*caller.key_id)
+        .record("tenant", caller.tenant.as_str());
     if !roles.contains(&caller.role) {
         let allowed: Vec<_> = roles.iter().map(|role| role.as_str()).collect();
         return Err(Problem::new(
             Code::Forbidden,
-            format!("this takes a key with the role {}; this key's is {}", allowed.join(" or "), caller.role.as_str()),
+            format!(
+                "this takes a key with the role {}; this key's is {}",
+                allowed.join(" or "),
+                caller.role.as_str()
+            ),
         ));
     }
     Ok(caller)
@@ -43,7 +52,9 @@ pub async fn caller(app: &App, headers: &HeaderMap, roles: &[Role]) -> Result<Ca
 /// A key from `Authorization`: Bearer, or Basic with the key as user name.
 fn secret(headers: &HeaderMap) -> Option<Secret> {
     let mut lines = headers.get_all(AUTHORIZATION).iter();
-    let (Some(line), None) = (lines.next(), lines.next()) else { return None };
+    let (Some(line), None) = (lines.next(), lines.next()) else {
+        return None;
+    };
     let (scheme, credentials) = line.to_str().ok()?.split_once(' ')?;
     let credentials = credentials.trim();
     if scheme.eq_ignore_ascii_case("bearer") {
@@ -62,7 +73,10 @@ pub fn key(headers: &HeaderMap) -> Result<Option<OperationId>, Problem> {
     let mut lines = headers.get_all(IDEMPOTENCY_KEY).iter();
     let Some(line) = lines.next() else { return Ok(None) };
     if lines.next().is_some() {
-        return Err(Problem::new(Code::KeyConflict, "Idempotency-Key was sent more than once; send one line"));
+        return Err(Problem::new(
+            Code::KeyConflict,
+            "Idempotency-Key was sent more than once; send one line",
+        ));
     }
     OperationId::from_key_header(line.as_bytes())
         .map(Some)
@@ -93,22 +107,6 @@ pub fn preference(headers: &HeaderMap) -> Preference {
     preference
 }
 
-/// W3C trace context as it came, if it has the form.
-pub fn trace_parent(headers: &HeaderMap) -> Option<String> {
-    let text = headers.get(TRACE_PARENT)?.to_str().ok()?.trim();
-    let parts: Vec<&str> = text.split('-').collect();
-    let hex = |part: &str, length| {
-        part.len() == length && part.bytes().all(|byte| byte.is_ascii_digit() || (b'a'..=b'f').contains(&byte))
-    };
-    let zero = |part: &str| part.bytes().all(|byte| byte == b'0');
-    match parts.as_slice() {
-        ["00", trace, span, flags] if hex(trace, 32) && hex(span, 16) && hex(flags, 2) && !zero(trace) && !zero(span) => {
-            Some(text.to_owned())
-        }
-        _ => None,
-    }
-}
-
 /// A JSON body within the limits of size and time.
 pub async fn json_body(app: &App, headers: &HeaderMap, body: axum::body::Body) -> Result<Bytes, Problem> {
     check_media_type(headers)?;
@@ -135,7 +133,11 @@ fn check_media_type(headers: &HeaderMap) -> Result<(), Problem> {
     };
     let text = line.to_str().unwrap_or_default();
     let mut parts = text.split(';').map(str::trim);
-    if !parts.next().unwrap_or_default().eq_ignore_ascii_case("application/json") {
+    if !parts
+        .next()
+        .unwrap_or_default()
+        .eq_ignore_ascii_case("application/json")
+    {
         return wrong("send the body as Content-Type: application/json");
     }
     let charset = |part: &str| {
@@ -151,7 +153,9 @@ fn check_media_type(headers: &HeaderMap) -> Result<(), Problem> {
 
 async fn bounded(app: &App, headers: &HeaderMap, mut body: axum::body::Body) -> Result<Bytes, Problem> {
     let limit = app.limits.max_body_bytes;
-    let declared = headers.get(CONTENT_LENGTH).and_then(|length| length.to_str().ok()?.parse::<u64>().ok());
+    let declared = headers
+        .get(CONTENT_LENGTH)
+        .and_then(|length| length.to_str().ok()?.parse::<u64>().ok());
     let deadline = Instant::now() + app.limits.body_timeout;
     let mut collected = BytesMut::with_capacity(usize::try_from(declared.unwrap_or(0)).unwrap_or(limit).min(limit));
     let mut received = 0usize;
@@ -159,11 +163,17 @@ async fn bounded(app: &App, headers: &HeaderMap, mut body: axum::body::Body) -> 
         let frame = match tokio::time::timeout_at(deadline, body.frame()).await {
             Err(_) if received > limit => return Err(too_large(limit)),
             Err(_) => {
-                return Err(Problem::new(Code::RequestTimeout, "the body did not arrive in time; nothing was stored"));
+                return Err(Problem::new(
+                    Code::RequestTimeout,
+                    "the body did not arrive in time; nothing was stored",
+                ));
             }
             Ok(None) => break,
             Ok(Some(Err(_))) => {
-                return Err(Problem::member("", "the body broke off or is framed wrongly; nothing was stored"));
+                return Err(Problem::member(
+                    "",
+                    "the body broke off or is framed wrongly; nothing was stored",
+                ));
             }
             Ok(Some(Ok(frame))) => frame,
         };
@@ -179,11 +189,18 @@ async fn bounded(app: &App, headers: &HeaderMap, mut body: axum::body::Body) -> 
             collected.extend_from_slice(&chunk);
         }
     }
-    if received > limit { Err(too_large(limit)) } else { Ok(collected.freeze()) }
+    if received > limit {
+        Err(too_large(limit))
+    } else {
+        Ok(collected.freeze())
+    }
 }
 
 fn too_large(limit: usize) -> Problem {
-    Problem::new(Code::TooLarge, format!("the body has more than {limit} bytes; nothing was stored"))
+    Problem::new(
+        Code::TooLarge,
+        format!("the body has more than {limit} bytes; nothing was stored"),
+    )
 }
 
 #[cfg(test)]
@@ -191,7 +208,10 @@ mod tests {
     use super::*;
 
     fn headers(lines: &[(&'static str, &str)]) -> HeaderMap {
-        lines.iter().map(|(name, value)| (HeaderName::from_static(name), value.parse().unwrap())).collect()
+        lines
+            .iter()
+            .map(|(name, value)| (HeaderName::from_static(name), value.parse().unwrap()))
+            .collect()
     }
 
     #[test]
@@ -207,23 +227,29 @@ mod tests {
     }
 
     #[test]
-    fn a_trace_parent_is_kept_only_in_its_form() {
-        let good = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01";
-        assert_eq!(trace_parent(&headers(&[("traceparent", good)])).as_deref(), Some(good));
-        for bad in ["", "00-0-0-01", &good.replace("4bf92f3577b34da6a3ce929d0e0e4736", &"0".repeat(32)), &good.to_uppercase()] {
-            assert_eq!(trace_parent(&headers(&[("traceparent", bad)])), None, "{bad}");
-        }
-    }
-
-    #[test]
     fn only_plain_json_is_taken() {
-        for good in ["application/json", "Application/JSON; charset=utf-8", "application/json;charset=\"UTF-8\""] {
+        for good in [
+            "application/json",
+            "Application/JSON; charset=utf-8",
+            "application/json;charset=\"UTF-8\"",
+        ] {
             assert!(check_media_type(&headers(&[("content-type", good)])).is_ok(), "{good}");
         }
-        for bad in ["text/plain", "application/json; charset=latin1", "application/jsonx", ""] {
+        for bad in [
+            "text/plain",
+            "application/json; charset=latin1",
+            "application/jsonx",
+            "",
+        ] {
             assert!(check_media_type(&headers(&[("content-type", bad)])).is_err(), "{bad}");
         }
         assert!(check_media_type(&headers(&[])).is_err());
-        assert!(check_media_type(&headers(&[("content-type", "application/json"), ("content-encoding", "gzip")])).is_err());
+        assert!(
+            check_media_type(&headers(&[
+                ("content-type", "application/json"),
+                ("content-encoding", "gzip")
+            ]))
+            .is_err()
+        );
     }
 }

@@ -27,11 +27,32 @@ macro_rules! pages {
 }
 
 pages!(
-    "fingerprint-mismatch", "forbidden", "handler-broken", "headers-too-large", "internal", "key-conflict",
-    "key-invalid", "key-missing", "ledger-unavailable", "method-not-allowed", "not-found", "operation-cancelled",
-    "operation-failed", "operation-in-progress", "operation-rejected", "outcome-unknown", "payload-invalid",
-    "rate-limited", "receipt-expired", "request-invalid", "request-timeout", "state-conflict", "too-large",
-    "unauthenticated", "unsupported-media-type", "uri-too-long",
+    "fingerprint-mismatch",
+    "forbidden",
+    "handler-broken",
+    "headers-too-large",
+    "internal",
+    "key-conflict",
+    "key-invalid",
+    "key-missing",
+    "ledger-unavailable",
+    "method-not-allowed",
+    "not-found",
+    "operation-cancelled",
+    "operation-failed",
+    "operation-in-progress",
+    "operation-rejected",
+    "outcome-unknown",
+    "payload-invalid",
+    "rate-limited",
+    "receipt-expired",
+    "request-invalid",
+    "request-timeout",
+    "state-conflict",
+    "too-large",
+    "unauthenticated",
+    "unsupported-media-type",
+    "uri-too-long",
 );
 
 pub fn routes() -> Router<Arc<App>> {
@@ -39,7 +60,10 @@ pub fn routes() -> Router<Arc<App>> {
         .route("/healthz", get(health))
         .route("/readyz", get(ready))
         .route("/metrics", get(metrics))
-        .route("/openapi.yaml", get(async || text("application/yaml", OPENAPI.to_owned())))
+        .route(
+            "/openapi.yaml",
+            get(async || text("application/yaml", OPENAPI.to_owned())),
+        )
         .route("/problems/{code}", get(page))
 }
 
@@ -68,7 +92,11 @@ async fn ready(State(app): State<Arc<App>>) -> Response {
         .into_iter()
         .map(|(name, (good, detail))| (name.to_owned(), serde_json::json!({ "ok": good, "detail": detail })))
         .collect();
-    let (status, word) = if good { (StatusCode::OK, "ready") } else { (StatusCode::SERVICE_UNAVAILABLE, "not-ready") };
+    let (status, word) = if good {
+        (StatusCode::OK, "ready")
+    } else {
+        (StatusCode::SERVICE_UNAVAILABLE, "not-ready")
+    };
     answer::json(status, &serde_json::json!({ "status": word, "checks": checks }))
 }
 
@@ -79,16 +107,24 @@ async fn metrics(State(app): State<Arc<App>>) -> Response {
         connections: app.pool.usage(),
         heartbeat_age: app.heartbeat.age(),
     };
-    text("application/openmetrics-text; version=1.0.0; charset=utf-8", app.metrics.encode(readings))
+    text(
+        "application/openmetrics-text; version=1.0.0; charset=utf-8",
+        app.metrics.encode(readings),
+    )
 }
 
 async fn page(Path(code): Path<String>) -> Result<Response, Problem> {
-    let (_, page) = PAGES.iter().find(|(known, _)| *known == code).ok_or_else(Problem::not_found)?;
+    let (_, page) = PAGES
+        .iter()
+        .find(|(known, _)| *known == code)
+        .ok_or_else(Problem::not_found)?;
     Ok(text("text/markdown; charset=utf-8", (*page).to_owned()))
 }
 
 fn text(content_type: &'static str, body: String) -> Response {
     let mut response = Response::new(Body::from(body));
-    response.headers_mut().insert(CONTENT_TYPE, HeaderValue::from_static(content_type));
+    response
+        .headers_mut()
+        .insert(CONTENT_TYPE, HeaderValue::from_static(content_type));
     response
 }

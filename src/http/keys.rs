@@ -23,8 +23,10 @@ use crate::ledger::receipt::format_time;
 use crate::postgres::error::Error as DatabaseError;
 use crate::postgres::session::{Limits, Session};
 
-const LIMITS: Limits =
-    Limits { lock: std::time::Duration::from_secs(2), statement: std::time::Duration::from_secs(5) };
+const LIMITS: Limits = Limits {
+    lock: std::time::Duration::from_secs(2),
+    statement: std::time::Duration::from_secs(5),
+};
 
 /// Most kinds a key may be limited to.
 const MOST_KINDS: usize = 100;
@@ -64,14 +66,23 @@ async fn list(State(app): State<Arc<App>>, RawQuery(query): RawQuery, headers: H
     let limit = parameters.limit()?;
     let after = parameters.cursor()?.map(|(_, key_id)| key_id).unwrap_or_default();
     parameters.finish()?;
-    let mut keys = write(&app, async |session| key::list(session, &caller.tenant, &after, limit + 1).await).await?;
+    let mut keys = write(&app, async |session| {
+        key::list(session, &caller.tenant, &after, limit + 1).await
+    })
+    .await?;
     let more = i64::try_from(keys.len()).is_ok_and(|count| count > limit);
     if more {
         keys.pop();
     }
-    let next_cursor = keys.last().filter(|_| more).map(|last| query::cursor("key", &last.key_id));
+    let next_cursor = keys
+        .last()
+        .filter(|_| more)
+        .map(|last| query::cursor("key", &last.key_id));
     let keys: Vec<Document> = keys.into_iter().map(Document::from).collect();
-    Ok(answer::json(StatusCode::OK, &serde_json::json!({ "keys": keys, "next_cursor": next_cursor })))
+    Ok(answer::json(
+        StatusCode::OK,
+        &serde_json::json!({ "keys": keys, "next_cursor": next_cursor }),
+    ))
 }
 
 /// `PATCH /v1/keys/{key_id}`: label and kinds.
@@ -85,7 +96,10 @@ async fn change(
     let body = extract::json_body(&app, &headers, body).await?;
     let change = changes(&parsed(&body)?)?;
     let key_id = well_formed(&key_id)?;
-    let changed = write(&app, async |session| key::change(session, &caller.tenant, key_id, &change).await).await?;
+    let changed = write(&app, async |session| {
+        key::change(session, &caller.tenant, key_id, &change).await
+    })
+    .await?;
     let key = changed.ok_or_else(Problem::not_found)?;
     Ok(answer::json(StatusCode::OK, &Document::from(key)))
 }
@@ -141,7 +155,10 @@ fn new_key(body: &Node<'_>) -> Result<NewKey, Problem> {
         match name {
             "role" => {
                 let name = text("/role", value)?;
-                role = Some(name.parse::<Role>().map_err(|error| Problem::member("/role", error.to_string()))?);
+                role = Some(
+                    name.parse::<Role>()
+                        .map_err(|error| Problem::member("/role", error.to_string()))?,
+                );
             }
             "label" => label = Some(label_of(value)?),
             "kinds" => kinds = kinds_of(value)?,
@@ -149,7 +166,8 @@ fn new_key(body: &Node<'_>) -> Result<NewKey, Problem> {
         }
     }
     Ok(NewKey {
-        role: role.ok_or_else(|| Problem::member("/role", "\"role\" is missing: agent, approver, operator or admin"))?,
+        role: role
+            .ok_or_else(|| Problem::member("/role", "\"role\" is missing: agent, approver, operator or admin"))?,
         label: label.ok_or_else(|| Problem::member("/label", "\"label\" is missing: say what the key is for"))?,
         kinds,
     })
@@ -165,7 +183,10 @@ fn changes(body: &Node<'_>) -> Result<Change, Problem> {
         }
     }
     if change.label.is_none() && change.kinds.is_none() {
-        return Err(Problem::member("", "nothing to change: send \"label\", \"kinds\" or both"));
+        return Err(Problem::member(
+            "",
+            "nothing to change: send \"label\", \"kinds\" or both",
+        ));
     }
     Ok(change)
 }
@@ -187,7 +208,10 @@ fn text<'a>(pointer: &str, node: &'a Node<'a>) -> Result<&'a str, Problem> {
 fn label_of(node: &Node<'_>) -> Result<String, Problem> {
     let label = text("/label", node)?;
     if label.is_empty() || label.len() > 200 || label.chars().any(char::is_control) {
-        return Err(Problem::member("/label", "a label is 1 to 200 bytes without control characters"));
+        return Err(Problem::member(
+            "/label",
+            "a label is 1 to 200 bytes without control characters",
+        ));
     }
     Ok(label.to_owned())
 }
@@ -196,7 +220,12 @@ fn kinds_of(node: &Node<'_>) -> Result<Option<Vec<String>>, Problem> {
     let items = match node.value() {
         Value::Null => return Ok(None),
         Value::Array(items) if (1..=MOST_KINDS).contains(&items.len()) => items,
-        _ => return Err(Problem::member("/kinds", "kinds is null for every kind, or a list of 1 to 100 names")),
+        _ => {
+            return Err(Problem::member(
+                "/kinds",
+                "kinds is null for every kind, or a list of 1 to 100 names",
+            ));
+        }
     };
     let mut kinds: Vec<String> = Vec::with_capacity(items.len());
     for (index, item) in items.iter().enumerate() {

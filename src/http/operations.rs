@@ -20,7 +20,7 @@ use super::problem::{Code, Problem};
 use super::query::{self, Parameters};
 use crate::app::App;
 use crate::engine::intake::NotCancelled;
-use crate::engine::outcome::Outcome;
+use crate::engine::outcome::{Outcome, Refusal};
 use crate::ledger::fingerprint::Fingerprint;
 use crate::ledger::key::{Caller, Role};
 use crate::ledger::operation::{Operation, StateName};
@@ -28,6 +28,7 @@ use crate::ledger::operation_id::OperationId;
 use crate::ledger::read::{self, Change, Filter, Place, Summary};
 use crate::ledger::receipt::format_time;
 use crate::ledger::submission::{self, Envelope, Invalid, Mode, Submission};
+use crate::telemetry::trace::{self, TraceParent};
 
 const READERS: [Role; 3] = [Role::Agent, Role::Approver, Role::Operator];
 
@@ -53,16 +54,19 @@ async fn submit(State(app): State<Arc<App>>, headers: HeaderMap, body: Body) -> 
         }
         // It could not run as a new operation; but if its id is known, the caller is told what became of it: a retry
         // must not be refused because the schema was tightened since.
-        Err(Unfit::Rejected { id, fingerprint, problem }) => {
-            match app.intake.known(&caller.tenant, &id, &fingerprint).await {
-                Ok(Some(outcome)) => Ok(outcome),
-                Ok(None) => return Err(*problem),
-                Err(refusal) => Err(refusal),
-            }
-        }
+        Err(Unfit::Rejected {
+            id,
+            fingerprint,
+            problem,
+        }) => match app.intake.known(&caller.tenant, &id, &fingerprint).await {
+            Ok(Some(outcome)) => Ok(outcome),
+            Ok(None) => return Err(*problem),
+            Err(refusal) => Err(refusal),
+        },
         Err(Unfit::Malformed(problem)) => return Err(*problem),
     };
     app.metrics.delivered(outcome.as_ref());
+    link(&outcome);
     log_mismatch(&outcome);
     Ok(answer(outcome, preference))
 }
@@ -72,7 +76,11 @@ enum Unfit {
     /// Malformed: nothing is known about it.
     Malformed(Box<Problem>),
     /// Well formed, and not to be run as a new operation.
-    Rejected { id: OperationId, fingerprint: Fingerprint, problem: Box<Problem> },
+    Rejected {
+        id: OperationId,
+        fingerprint: Fingerprint,
+        problem: Box<Problem>,
+    },
 }
 
 impl From<Problem> for Unfit {
@@ -105,10 +113,16 @@ fn admit(
         problem: Box::new(problem.about(&id)),
     };
     let Some(kind) = app.intake.kinds().get(envelope.kind).cloned() else {
-        return Err(rejected(Problem::payload("/kind", "there is no such kind; ask the operator which are registered")));
+        return Err(rejected(Problem::payload(
+            "/kind",
+            "there is no such kind; ask the operator which are registered",
+        )));
     };
     kind.validate(envelope.payload).map_err(|violation| {
-        rejected(Problem::payload(format!("/payload{}", violation.pointer), violation.detail))
+        rejected(Problem::payload(
+            format!("/payload{}", violation.pointer),
+            violation.detail,
+        ))
     })?;
     let submission = Submission {
         tenant: caller.tenant.clone(),
@@ -120,7 +134,7 @@ fn admit(
         run: envelope.run,
         external_reference: envelope.external_reference,
         requested_by: caller.key_id.clone(),
-        trace_parent: extract::trace_parent(headers),
+        trace_parent: trace_parent(headers),
     };
     Ok((submission, envelope.mode))
 }
@@ -135,14 +149,36 @@ fn invalid(invalid: Invalid) -> Problem {
 /// The one key of a request; header and body may both name it if they agree.
 fn agreed(header: Option<OperationId>, body: Option<OperationId>) -> Result<OperationId, Problem> {
     match (header, body) {
-        (Some(header), Some(body)) if header != body => {
-            Err(Problem::new(Code::KeyConflict, "Idempotency-Key and operation_id differ; send one, or the same in both"))
-        }
+        (Some(header), Some(body)) if header != body => Err(Problem::new(
+            Code::KeyConflict,
+            "Idempotency-Key and operation_id differ; send one, or the same in both",
+        )),
         (Some(id), _) | (None, Some(id)) => Ok(id),
         (None, None) => Err(Problem::new(
             Code::KeyMissing,
             "send an Idempotency-Key (or operation_id): one key per intended action, the same on every retry",
         )),
+    }
+}
+
+/// The caller's trace context, or else our own span's if spans are exported.
+fn trace_parent(headers: &HeaderMap) -> Option<String> {
+    let caller = TraceParent::of(headers).or_else(|| trace::current(&tracing::Span::current()));
+    caller.map(|parent| parent.to_string())
+}
+
+/// A replay belongs to its own caller's trace; a link leads to the trace in which the effect was made.
+fn link(outcome: &Result<Outcome, Refusal>) {
+    let Ok(Outcome::Settled {
+        operation,
+        replayed: true,
+        ..
+    }) = outcome
+    else {
+        return;
+    };
+    if let Some(original) = operation.trace_parent.as_deref().and_then(|text| text.parse().ok()) {
+        trace::link_to(&tracing::Span::current(), &original);
     }
 }
 
@@ -154,9 +190,11 @@ fn note(submission: &Submission) {
         .record("fingerprint", tracing::field::display(&submission.fingerprint));
 }
 
-fn log_mismatch(outcome: &Result<Outcome, crate::engine::outcome::Refusal>) {
+fn log_mismatch(outcome: &Result<Outcome, Refusal>) {
     match outcome {
-        Ok(Outcome::Mismatch { original, requested, .. }) => tracing::warn!(
+        Ok(Outcome::Mismatch {
+            original, requested, ..
+        }) => tracing::warn!(
             operation.id = %original.id,
             original = %original.fingerprint,
             requested = %requested,
@@ -184,12 +222,16 @@ async fn document(app: &App, caller: &Caller, id: &OperationId) -> Result<Respon
     let found = app
         .intake
         .read(async |session| {
-            let Some(summary) = read::summary(session, &caller.tenant, id).await? else { return Ok(None) };
+            let Some(summary) = read::summary(session, &caller.tenant, id).await? else {
+                return Ok(None);
+            };
             let history = read::history(session, &caller.tenant, id, summary.version).await?;
             Ok(Some((summary, history)))
         })
         .await?;
-    let Some((summary, history)) = found else { return Err(Problem::not_found()) };
+    let Some((summary, history)) = found else {
+        return Err(Problem::not_found());
+    };
     covered(caller, &summary.kind)?;
     let state = summary.state;
     let expires = summary.receipt_expires_at.map(format_time);
@@ -207,7 +249,9 @@ async fn receipt(State(app): State<Arc<App>>, Path(id): Path<String>, headers: H
     let id = extract::path_id(&id)?;
     let operation = own(&app, &caller, &id).await?;
     let outcome = Outcome::of(&operation, &operation.fingerprint);
-    let Outcome::Settled { receipt, .. } = &outcome else { return Ok(answer(Ok(outcome), Default::default())) };
+    let Outcome::Settled { receipt, .. } = &outcome else {
+        return Ok(answer(Ok(outcome), Default::default()));
+    };
     let tag = format!("\"{}\"", hex(&receipt.body_sha256));
     let success = receipt.status < 300;
     let mut response = answer(Ok(outcome), Default::default());
@@ -251,19 +295,27 @@ async fn cancel(
     match app.intake.cancel(&caller, &id).await {
         Ok(()) => document(&app, &caller, &id).await,
         Err(NotCancelled::NotFound) => Err(Problem::not_found()),
-        Err(NotCancelled::NotYours) => {
-            Err(Problem::new(Code::Forbidden, "only the key that asked for an operation may cancel it").about(&id))
-        }
-        Err(NotCancelled::TooLate(known)) => {
-            Err(Problem::new(Code::StateConflict, "the operation has begun or is over; it cannot be withdrawn").of(&known))
-        }
+        Err(NotCancelled::NotYours) => Err(Problem::new(
+            Code::Forbidden,
+            "only the key that asked for an operation may cancel it",
+        )
+        .about(&id)),
+        Err(NotCancelled::TooLate(known)) => Err(Problem::new(
+            Code::StateConflict,
+            "the operation has begun or is over; it cannot be withdrawn",
+        )
+        .of(&known)),
         Err(NotCancelled::Refused(refusal)) => Err(refusal.into()),
     }
 }
 
 /// An operation of the caller's tenant, of a kind that its key covers.
 async fn own(app: &App, caller: &Caller, id: &OperationId) -> Result<Operation, Problem> {
-    let operation = app.intake.operation(&caller.tenant, id).await?.ok_or_else(Problem::not_found)?;
+    let operation = app
+        .intake
+        .operation(&caller.tenant, id)
+        .await?
+        .ok_or_else(Problem::not_found)?;
     covered(caller, &operation.kind)?;
     Ok(operation)
 }
@@ -272,13 +324,22 @@ fn covered(caller: &Caller, kind: &str) -> Result<(), Problem> {
     if caller.covers(kind) {
         Ok(())
     } else {
-        Err(Problem::new(Code::Forbidden, "this API key does not cover operations of this kind"))
+        Err(Problem::new(
+            Code::Forbidden,
+            "this API key does not cover operations of this kind",
+        ))
     }
 }
 
 fn matches_tag(headers: &HeaderMap, tag: &str) -> bool {
-    let lines = headers.get_all(IF_NONE_MATCH).iter().filter_map(|line| line.to_str().ok());
-    lines.flat_map(|line| line.split(',')).map(str::trim).any(|sent| sent == "*" || sent.trim_start_matches("W/") == tag)
+    let lines = headers
+        .get_all(IF_NONE_MATCH)
+        .iter()
+        .filter_map(|line| line.to_str().ok());
+    lines
+        .flat_map(|line| line.split(','))
+        .map(str::trim)
+        .any(|sent| sent == "*" || sent.trim_start_matches("W/") == tag)
 }
 
 fn hex(bytes: &[u8]) -> String {
@@ -292,15 +353,29 @@ async fn list(State(app): State<Arc<App>>, RawQuery(query): RawQuery, headers: H
     let (filter, limit) = filter(&mut parameters, &caller)?;
     parameters.finish()?;
     // One more than asked for says whether there is a next page.
-    let mut found =
-        app.intake.read(async |session| read::list(session, &caller.tenant, &filter, limit + 1).await).await?;
+    let mut found = app
+        .intake
+        .read(async |session| read::list(session, &caller.tenant, &filter, limit + 1).await)
+        .await?;
     let more = i64::try_from(found.len()).is_ok_and(|count| count > limit);
     if more {
         found.pop();
     }
-    let next_cursor = found.last().filter(|_| more).map(|last| query::cursor(&format_time(last.created_at), &last.operation_id));
-    let operations: Vec<Document> = found.into_iter().map(|summary| Document::new(&app, &caller, summary)).collect();
-    Ok(answer::json(StatusCode::OK, &Page { operations, next_cursor }))
+    let next_cursor = found
+        .last()
+        .filter(|_| more)
+        .map(|last| query::cursor(&format_time(last.created_at), &last.operation_id));
+    let operations: Vec<Document> = found
+        .into_iter()
+        .map(|summary| Document::new(&app, &caller, summary))
+        .collect();
+    Ok(answer::json(
+        StatusCode::OK,
+        &Page {
+            operations,
+            next_cursor,
+        },
+    ))
 }
 
 fn filter(parameters: &mut Parameters, caller: &Caller) -> Result<(Filter, i64), Problem> {
@@ -341,9 +416,14 @@ fn filter(parameters: &mut Parameters, caller: &Caller) -> Result<(Filter, i64),
 }
 
 fn place(parameters: &mut Parameters) -> Result<Option<Place>, Problem> {
-    let Some((created_at, operation_id)) = parameters.cursor()? else { return Ok(None) };
+    let Some((created_at, operation_id)) = parameters.cursor()? else {
+        return Ok(None);
+    };
     let created_at = OffsetDateTime::parse(&created_at, &Rfc3339).map_err(|_| query::bad_cursor())?;
-    Ok(Some(Place { created_at, operation_id }))
+    Ok(Some(Place {
+        created_at,
+        operation_id,
+    }))
 }
 
 #[derive(Serialize)]
@@ -435,7 +515,10 @@ impl Document {
             reason: change.reason,
             evidence: raw(change.evidence),
         });
-        Self { history: Some(events.collect()), ..Self::new(app, caller, summary) }
+        Self {
+            history: Some(events.collect()),
+            ..Self::new(app, caller, summary)
+        }
     }
 }
 

@@ -56,7 +56,12 @@ impl Code {
             Self::RequestTimeout => ("request-timeout", 408, true, "The request took too long to arrive"),
             Self::OperationInProgress => ("operation-in-progress", 409, true, "The operation is running"),
             Self::OutcomeUnknown => ("outcome-unknown", 409, false, "The outcome is unknown"),
-            Self::StateConflict => ("state-conflict", 409, false, "The operation's state does not allow that"),
+            Self::StateConflict => (
+                "state-conflict",
+                409,
+                false,
+                "The operation's state does not allow that",
+            ),
             Self::ReceiptExpired => ("receipt-expired", 410, false, "The receipt has expired"),
             Self::TooLarge => ("too-large", 413, false, "The body is too large"),
             Self::UriTooLong => ("uri-too-long", 414, false, "The address is too long"),
@@ -147,7 +152,13 @@ impl Problem {
             sqlstate: None,
             settled_at: None,
         };
-        Self { code, body, retry_after: None, state: None, id: None }
+        Self {
+            code,
+            body,
+            retry_after: None,
+            state: None,
+            id: None,
+        }
     }
 
     /// A refused member of the body, by JSON pointer.
@@ -173,7 +184,10 @@ impl Problem {
 
     /// Missing and foreign things look the same.
     pub fn not_found() -> Self {
-        Self::new(Code::NotFound, "there is nothing here for this API key; check the id and the path")
+        Self::new(
+            Code::NotFound,
+            "there is nothing here for this API key; check the id and the path",
+        )
     }
 
     pub fn unauthenticated() -> Self {
@@ -185,7 +199,10 @@ impl Problem {
 
     /// The router adds `Allow`.
     pub fn method_not_allowed() -> Self {
-        Self::new(Code::MethodNotAllowed, "this address does not take that method; the header Allow names those it takes")
+        Self::new(
+            Code::MethodNotAllowed,
+            "this address does not take that method; the header Allow names those it takes",
+        )
     }
 
     /// Names the operation this is about, without saying that it is stored.
@@ -237,10 +254,11 @@ impl Problem {
 impl From<Refusal> for Problem {
     fn from(refusal: Refusal) -> Self {
         match refusal {
-            Refusal::Busy { retry_after } => {
-                Self::new(Code::RateLimited, "too many operations are waiting; send the same request again later")
-                    .retry_after(retry_after)
-            }
+            Refusal::Busy { retry_after } => Self::new(
+                Code::RateLimited,
+                "too many operations are waiting; send the same request again later",
+            )
+            .retry_after(retry_after),
             Refusal::Unavailable => Self::new(
                 Code::LedgerUnavailable,
                 "the ledger's database cannot be used now; nothing was acknowledged, send the same request again later",

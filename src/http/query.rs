@@ -18,10 +18,16 @@ impl Parameters {
             let (name, value) = pair.split_once('=').unwrap_or((pair, ""));
             let (name, value) = (decoded(name)?, decoded(value)?);
             if value.is_empty() {
-                return Err(Problem::parameter(shortened(&name), "the parameter is empty; leave it out or give it a value"));
+                return Err(Problem::parameter(
+                    shortened(&name),
+                    "the parameter is empty; leave it out or give it a value",
+                ));
             }
             if value.contains('\0') {
-                return Err(Problem::parameter(shortened(&name), "the parameter contains a NUL character"));
+                return Err(Problem::parameter(
+                    shortened(&name),
+                    "the parameter contains a NUL character",
+                ));
             }
             if parameters.iter().any(|(known, _)| *known == name) {
                 return Err(Problem::parameter(shortened(&name), "the parameter was sent twice"));
@@ -39,7 +45,9 @@ impl Parameters {
 
     /// `limit`, 1 to 500, 50 by default.
     pub fn limit(&mut self) -> Result<i64, Problem> {
-        let Some(text) = self.take("limit") else { return Ok(DEFAULT_LIMIT) };
+        let Some(text) = self.take("limit") else {
+            return Ok(DEFAULT_LIMIT);
+        };
         text.parse()
             .ok()
             .filter(|limit| (1..=LARGEST_LIMIT).contains(limit) && text.bytes().all(|byte| byte.is_ascii_digit()))
@@ -48,7 +56,9 @@ impl Parameters {
 
     /// The two parts of `cursor`.
     pub fn cursor(&mut self) -> Result<Option<(String, String)>, Problem> {
-        let Some(text) = self.take("cursor") else { return Ok(None) };
+        let Some(text) = self.take("cursor") else {
+            return Ok(None);
+        };
         let bytes = URL_SAFE_NO_PAD.decode(text).map_err(|_| bad_cursor())?;
         let text = String::from_utf8(bytes).map_err(|_| bad_cursor())?;
         let (first, second) = text.split_once(' ').ok_or_else(bad_cursor)?;
@@ -115,7 +125,13 @@ mod tests {
         }
         assert!(Parameters::parse(Some("x=1")).unwrap().finish().is_err());
         for bad in ["0", "501", "-1", "+5", "x", "5.0"] {
-            assert!(Parameters::parse(Some(&format!("limit={}", bad.replace('+', "%2B")))).unwrap().limit().is_err(), "{bad}");
+            assert!(
+                Parameters::parse(Some(&format!("limit={}", bad.replace('+', "%2B"))))
+                    .unwrap()
+                    .limit()
+                    .is_err(),
+                "{bad}"
+            );
         }
     }
 

@@ -66,7 +66,15 @@ pub async fn claim_all(
     .map_err(doing("claim the operations"))?;
     Ok(claimed
         .into_iter()
-        .map(|row| (row.operation_id, Times { settled_at: row.settled_at, expires_at: row.expires_at }))
+        .map(|row| {
+            (
+                row.operation_id,
+                Times {
+                    settled_at: row.settled_at,
+                    expires_at: row.expires_at,
+                },
+            )
+        })
         .collect())
 }
 
@@ -106,9 +114,18 @@ impl<'a> Columns<'a> {
             targets: submissions.iter().map(|one| one.kind.handler.to_string()).collect(),
             fingerprints: submissions.iter().map(|one| one.fingerprint.to_string()).collect(),
             payloads: submissions.iter().map(|one| &*one.payload).collect(),
-            runs: submissions.iter().map(|one| one.run.as_ref().map(|run| run.text.as_str())).collect(),
-            run_ids: submissions.iter().map(|one| one.run.as_ref()?.run_id.as_deref()).collect(),
-            references: submissions.iter().map(|one| one.external_reference.as_deref()).collect(),
+            runs: submissions
+                .iter()
+                .map(|one| one.run.as_ref().map(|run| run.text.as_str()))
+                .collect(),
+            run_ids: submissions
+                .iter()
+                .map(|one| one.run.as_ref()?.run_id.as_deref())
+                .collect(),
+            references: submissions
+                .iter()
+                .map(|one| one.external_reference.as_deref())
+                .collect(),
             requested_by: submissions.iter().map(|one| &*one.requested_by).collect(),
             trace_parents: submissions.iter().map(|one| one.trace_parent.as_deref()).collect(),
             retentions: submissions.iter().map(|one| milliseconds(one.kind.retention)).collect(),

@@ -368,7 +368,7 @@ mod tests {
             let mut sink = |bytes: &[u8]| frames.extend_from_slice(bytes);
             match self {
                 Self::Operation { kind, payload } => {
-                    operation_frames(kind, &parse(payload.as_bytes(), 128).unwrap(), &mut sink);
+                    operation_frames(kind, &parse(payload.as_bytes(), 128).unwrap().canonical(), &mut sink);
                 }
                 Self::Proxy {
                     texts: [downstream, method, path_and_query],

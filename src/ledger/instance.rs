@@ -29,10 +29,13 @@ pub async fn beat(session: &mut Session, instance: Uuid, hostname: &str, version
 
 /// Removes this process's row: it has stopped and holds no claim.
 pub async fn leave(session: &mut Session, instance: Uuid) -> Result<(), Error> {
-    sqlx::query!("delete from ledger.instances where instance_id = $1::text::uuid", instance.to_string())
-            .execute(&mut *session)
-        .await
-        .map_err(doing("remove the heartbeat"))?;
+    sqlx::query!(
+        "delete from ledger.instances where instance_id = $1::text::uuid",
+        instance.to_string()
+    )
+    .execute(&mut *session)
+    .await
+    .map_err(doing("remove the heartbeat"))?;
     Ok(())
 }
 

@@ -46,7 +46,10 @@ impl FromStr for Role {
     type Err = InvalidRole;
 
     fn from_str(name: &str) -> Result<Self, InvalidRole> {
-        Self::ALL.into_iter().find(|role| role.as_str() == name).ok_or(InvalidRole)
+        Self::ALL
+            .into_iter()
+            .find(|role| role.as_str() == name)
+            .ok_or(InvalidRole)
     }
 }
 
@@ -67,7 +70,9 @@ pub struct Caller {
 impl Caller {
     /// Whether the key covers operations of this kind.
     pub fn covers(&self, kind: &str) -> bool {
-        self.kinds.as_ref().is_none_or(|kinds| kinds.iter().any(|covered| covered == kind))
+        self.kinds
+            .as_ref()
+            .is_none_or(|kinds| kinds.iter().any(|covered| covered == kind))
     }
 
     /// How history names this caller.
@@ -90,7 +95,11 @@ impl Secret {
         let key_id = random_base62::<16>()?;
         let secret = random_base62::<43>()?;
         let text = format!("opl_{tenant}_{key_id}_{secret}").into();
-        Ok(Self { tenant: tenant.clone(), key_id: key_id.into(), text })
+        Ok(Self {
+            tenant: tenant.clone(),
+            key_id: key_id.into(),
+            text,
+        })
     }
 
     /// Takes a presented key apart; `None` if it cannot be one of ours.
@@ -101,7 +110,11 @@ impl Secret {
         if !base62(key_id, 16) || !base62(secret, 43) {
             return None;
         }
-        Some(Self { tenant: tenant.parse().ok()?, key_id: key_id.into(), text: text.into() })
+        Some(Self {
+            tenant: tenant.parse().ok()?,
+            key_id: key_id.into(),
+            text: text.into(),
+        })
     }
 
     /// The key itself, to be shown once.
@@ -235,7 +248,12 @@ pub async fn list(session: &mut Session, tenant: &Tenant, after: &str, limit: i6
 }
 
 /// Changes label or kinds; `None` if the tenant has no such key or it is revoked.
-pub async fn change(session: &mut Session, tenant: &Tenant, key_id: &str, change: &Change) -> Result<Option<Key>, Error> {
+pub async fn change(
+    session: &mut Session,
+    tenant: &Tenant,
+    key_id: &str,
+    change: &Change,
+) -> Result<Option<Key>, Error> {
     let kinds = change.kinds.as_ref().and_then(Option::as_deref);
     sqlx::query_as!(
         Key,
@@ -259,7 +277,7 @@ pub async fn change(session: &mut Session, tenant: &Tenant, key_id: &str, change
 /// Revokes a key for good; says whether the tenant has such a key. Revoking twice changes nothing.
 pub async fn revoke(session: &mut Session, tenant: &Tenant, key_id: &str) -> Result<bool, Error> {
     let now = sqlx::query_scalar!(r#"select clock_timestamp() as "now!""#)
-            .fetch_one(&mut *session)
+        .fetch_one(&mut *session)
         .await
         .map_err(doing("read the clock"))?;
     let revoked = sqlx::query!(
@@ -281,7 +299,10 @@ fn random_base62<const LENGTH: usize>() -> Result<String, getrandom::Error> {
     let mut bytes = [0u8; 64];
     while text.len() < LENGTH {
         getrandom::fill(&mut bytes)?;
-        let digits = bytes.iter().filter(|byte| **byte < 248).map(|byte| DIGITS[usize::from(byte % 62)] as char);
+        let digits = bytes
+            .iter()
+            .filter(|byte| **byte < 248)
+            .map(|byte| DIGITS[usize::from(byte % 62)] as char);
         text.extend(digits.take(LENGTH - text.len()));
     }
     Ok(text)
@@ -304,15 +325,26 @@ mod tests {
     #[test]
     fn what_cannot_be_a_key_is_refused_without_a_look_up() {
         let good = Secret::generate(&"demo".parse().unwrap()).unwrap().reveal().to_owned();
-        for bad in ["", "opl_", "opl_demo_x_y", &good[1..], &format!("{good}x"), &good.replace("demo", "Demo")] {
+        for bad in [
+            "",
+            "opl_",
+            "opl_demo_x_y",
+            &good[1..],
+            &format!("{good}x"),
+            &good.replace("demo", "Demo"),
+        ] {
             assert!(Secret::parse(bad).is_none(), "{bad}");
         }
     }
 
     #[test]
     fn a_key_without_kinds_covers_all_and_one_with_kinds_covers_those() {
-        let mut caller =
-            Caller { tenant: "demo".parse().unwrap(), key_id: "k".into(), role: Role::Agent, kinds: None };
+        let mut caller = Caller {
+            tenant: "demo".parse().unwrap(),
+            key_id: "k".into(),
+            role: Role::Agent,
+            kinds: None,
+        };
         assert!(caller.covers("order.refund"));
         caller.kinds = Some(vec!["account.deposit".to_owned()].into());
         assert!(caller.covers("account.deposit") && !caller.covers("order.refund"));

@@ -29,7 +29,10 @@ pub struct Kind {
 
 impl fmt::Debug for Kind {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Kind").field("name", &self.name).field("handler", &self.handler).finish_non_exhaustive()
+        f.debug_struct("Kind")
+            .field("name", &self.name)
+            .field("handler", &self.handler)
+            .finish_non_exhaustive()
     }
 }
 
@@ -80,14 +83,20 @@ impl FromStr for Handler {
         let (schema, function) = name.split_once('.').ok_or(InvalidHandler)?;
         let identifier = |part: &str| {
             (1..=63).contains(&part.len())
-                && part.bytes().all(|byte| byte.is_ascii_lowercase() || byte.is_ascii_digit() || byte == b'_')
+                && part
+                    .bytes()
+                    .all(|byte| byte.is_ascii_lowercase() || byte.is_ascii_digit() || byte == b'_')
                 && !part.starts_with(|first: char| first.is_ascii_digit())
         };
         if !identifier(schema) || !identifier(function) {
             return Err(InvalidHandler);
         }
         let quoted = format!("\"{schema}\".\"{function}\"").into();
-        Ok(Self { schema: schema.to_owned(), function: function.to_owned(), quoted })
+        Ok(Self {
+            schema: schema.to_owned(),
+            function: function.to_owned(),
+            quoted,
+        })
     }
 }
 
@@ -131,7 +140,12 @@ impl Kinds {
 
 impl FromIterator<Kind> for Kinds {
     fn from_iter<Iter: IntoIterator<Item = Kind>>(kinds: Iter) -> Self {
-        Self(kinds.into_iter().map(|kind| (kind.name.clone(), Arc::new(kind))).collect())
+        Self(
+            kinds
+                .into_iter()
+                .map(|kind| (kind.name.clone(), Arc::new(kind)))
+                .collect(),
+        )
     }
 }
 
@@ -145,7 +159,8 @@ pub async fn handler_fault(session: &mut Session, handler: &Handler) -> Result<O
         from pg_catalog.pg_proc f
         join pg_catalog.pg_namespace n on n.oid = f.pronamespace
         where n.nspname = $1 and f.proname = $2
-          and f.oid = to_regprocedure($1 || '.' || $2 || '(jsonb, jsonb)')
+          and f.pronargs = 2
+          and f.proargtypes[0] = 'jsonb'::regtype and f.proargtypes[1] = 'jsonb'::regtype
         "#,
         handler.schema,
         handler.function,
@@ -154,10 +169,13 @@ pub async fn handler_fault(session: &mut Session, handler: &Handler) -> Result<O
     .await
     .map_err(doing("look the handler up"))?;
     Ok(match found {
-        None => Some(format!("there is no function {handler}(payload jsonb, operation jsonb) in this database")),
-        Some(found) if found.returns != "jsonb" || !found.plain => {
-            Some(format!("{handler}(jsonb, jsonb) must be a plain function that returns jsonb, not {}", found.returns))
-        }
+        None => Some(format!(
+            "there is no function {handler}(payload jsonb, operation jsonb) in this database"
+        )),
+        Some(found) if found.returns != "jsonb" || !found.plain => Some(format!(
+            "{handler}(jsonb, jsonb) must be a plain function that returns jsonb, not {}",
+            found.returns
+        )),
         Some(found) if !found.callable => Some(format!(
             "this role may not run {handler}; grant usage on schema {} and execute on function {handler}(jsonb, jsonb)",
             handler.schema
@@ -173,8 +191,21 @@ mod tests {
     #[test]
     fn a_handler_is_two_plain_identifiers() {
         let handler: Handler = "shop.refund".parse().unwrap();
-        assert_eq!((handler.quoted(), handler.to_string().as_str()), (r#""shop"."refund""#, "shop.refund"));
-        for bad in ["refund", "shop.", ".refund", "shop.re fund", "shop.refund()", "a.b.c", "shop.\"x", "1shop.x", "Shop.x"] {
+        assert_eq!(
+            (handler.quoted(), handler.to_string().as_str()),
+            (r#""shop"."refund""#, "shop.refund")
+        );
+        for bad in [
+            "refund",
+            "shop.",
+            ".refund",
+            "shop.re fund",
+            "shop.refund()",
+            "a.b.c",
+            "shop.\"x",
+            "1shop.x",
+            "Shop.x",
+        ] {
             assert!(bad.parse::<Handler>().is_err(), "{bad}");
         }
     }

@@ -71,7 +71,12 @@ impl StateName {
         match self {
             Self::Planned => &[Self::WaitingApproval, Self::Running, Self::Cancelled],
             Self::WaitingApproval => &[Self::Running, Self::Rejected, Self::Cancelled],
-            Self::Running => &[Self::Succeeded, Self::Failed, Self::RetryWait, Self::NeedsReconciliation],
+            Self::Running => &[
+                Self::Succeeded,
+                Self::Failed,
+                Self::RetryWait,
+                Self::NeedsReconciliation,
+            ],
             Self::RetryWait => &[Self::Running, Self::Failed],
             Self::NeedsReconciliation => &[Self::Succeeded, Self::Failed, Self::RetryWait, Self::Compensating],
             Self::Succeeded => &[Self::Compensating],
@@ -249,7 +254,12 @@ mod tests {
 
     fn settlement(answer: Answer) -> Settlement {
         let epoch = OffsetDateTime::UNIX_EPOCH;
-        Settlement { settled_at: epoch, expires_at: epoch, read_at: epoch, answer }
+        Settlement {
+            settled_at: epoch,
+            expires_at: epoch,
+            read_at: epoch,
+            answer,
+        }
     }
 
     fn receipt() -> Arc<Receipt> {
@@ -297,7 +307,11 @@ mod tests {
         for answer in [Answer::Kept(receipt()), Answer::Expired] {
             for state in every_state(&answer) {
                 let name = state.name();
-                assert_eq!(operation(state).on_request(&fingerprint('b')), Verdict::Mismatch, "{name}");
+                assert_eq!(
+                    operation(state).on_request(&fingerprint('b')),
+                    Verdict::Mismatch,
+                    "{name}"
+                );
             }
         }
     }
@@ -317,7 +331,12 @@ mod tests {
             | StateName::Compensated => Verdict::Replay(kept.clone()),
         };
         for state in every_state(&Answer::Kept(kept.clone())) {
-            assert_eq!(operation(state.clone()).on_request(&fingerprint('a')), expected(&state), "{}", state.name());
+            assert_eq!(
+                operation(state.clone()).on_request(&fingerprint('a')),
+                expected(&state),
+                "{}",
+                state.name()
+            );
         }
     }
 

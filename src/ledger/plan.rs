@@ -137,7 +137,13 @@ pub async fn claim(
 }
 
 /// Puts the claim of a lapsed instance back: its attempt never committed, so it is known not to have acted.
-pub async fn lapse(session: &mut Session, tenant: &Tenant, id: &OperationId, version: i32, actor: &str) -> Result<bool, Error> {
+pub async fn lapse(
+    session: &mut Session,
+    tenant: &Tenant,
+    id: &OperationId,
+    version: i32,
+    actor: &str,
+) -> Result<bool, Error> {
     let now = clock(session).await?;
     let changed = sqlx::query!(
         r#"
@@ -225,7 +231,11 @@ pub async fn settle(
     .fetch_one(&mut *session)
     .await
     .map_err(doing("settle the operation"))?;
-    Ok(Times { version: settled.version, settled_at: settled.settled_at, expires_at: settled.expires_at })
+    Ok(Times {
+        version: settled.version,
+        settled_at: settled.settled_at,
+        expires_at: settled.expires_at,
+    })
 }
 
 /// Puts a running operation back to wait for its next attempt: this one is known not to have acted.
@@ -296,7 +306,11 @@ pub async fn cancel(
     .fetch_optional(&mut *session)
     .await
     .map_err(doing("cancel the operation"))?;
-    Ok(cancelled.map(|row| Times { version: row.version, settled_at: row.settled_at, expires_at: row.expires_at }))
+    Ok(cancelled.map(|row| Times {
+        version: row.version,
+        settled_at: row.settled_at,
+        expires_at: row.expires_at,
+    }))
 }
 
 /// In-database operations of a tenant that nobody is running: claims of lapsed instances, and attempts that are due.
@@ -327,7 +341,10 @@ pub async fn abandoned(
     Ok(rows
         .into_iter()
         .filter_map(|row| {
-            let seen = Seen { state: StateName::parse(&row.state)?, version: row.version };
+            let seen = Seen {
+                state: StateName::parse(&row.state)?,
+                version: row.version,
+            };
             Some((OperationId::parse(&row.operation_id).ok()?, seen))
         })
         .collect())
@@ -335,7 +352,7 @@ pub async fn abandoned(
 
 async fn clock(session: &mut Session) -> Result<OffsetDateTime, Error> {
     sqlx::query_scalar!(r#"select clock_timestamp() as "now!""#)
-            .fetch_one(&mut *session)
+        .fetch_one(&mut *session)
         .await
         .map_err(doing("read the clock"))
 }

@@ -71,10 +71,16 @@ struct Stored {
 impl Stored {
     /// The one place where columns become an operation; combinations that the rule does not know are errors.
     fn operation(mut self, tenant: &Tenant) -> Result<Operation, Error> {
-        let impossible = |what| Error::Impossible { operation: self.operation_id.clone(), what };
+        let impossible = |what| Error::Impossible {
+            operation: self.operation_id.clone(),
+            what,
+        };
         let name = StateName::parse(&self.state).ok_or_else(|| impossible("unknown state"))?;
         let id = OperationId::parse(&self.operation_id).map_err(|_| impossible("operation id outside the alphabet"))?;
-        let fingerprint: Fingerprint = self.fingerprint.parse().map_err(|_| impossible("malformed fingerprint"))?;
+        let fingerprint: Fingerprint = self
+            .fingerprint
+            .parse()
+            .map_err(|_| impossible("malformed fingerprint"))?;
         let state = self.state(name)?;
         Ok(Operation {
             tenant: tenant.clone(),
@@ -115,9 +121,16 @@ impl Stored {
         let answer = if expires_at <= self.read_at {
             Answer::Expired
         } else {
-            Answer::Kept(Arc::new(self.receipt().ok_or_else(|| impossible("settled without a receipt"))?))
+            Answer::Kept(Arc::new(
+                self.receipt().ok_or_else(|| impossible("settled without a receipt"))?,
+            ))
         };
-        Ok(Settlement { settled_at, expires_at, read_at: self.read_at, answer })
+        Ok(Settlement {
+            settled_at,
+            expires_at,
+            read_at: self.read_at,
+            answer,
+        })
     }
 
     fn receipt(&mut self) -> Option<Receipt> {
@@ -186,7 +199,10 @@ const SUMMARY: &str = r"
 /// One operation as people see it.
 pub async fn summary(session: &mut Session, tenant: &Tenant, id: &OperationId) -> Result<Option<Summary>, Error> {
     let mut query = QueryBuilder::<Postgres>::new(SUMMARY);
-    query.push_bind(tenant.as_str().to_owned()).push(" and o.operation_id = ").push_bind(id.as_str().to_owned());
+    query
+        .push_bind(tenant.as_str().to_owned())
+        .push(" and o.operation_id = ")
+        .push_bind(id.as_str().to_owned());
     Ok(summaries(session, query, "read the operation").await?.pop())
 }
 
@@ -265,16 +281,24 @@ pub async fn list(session: &mut Session, tenant: &Tenant, filter: &Filter, limit
     if let Some(covered) = &filter.covered {
         query.push(" and o.kind = any(").push_bind(covered.to_vec()).push(")");
     }
-    for (condition, time) in [(" and o.created_at >= ", filter.since), (" and o.created_at < ", filter.until)] {
+    for (condition, time) in [
+        (" and o.created_at >= ", filter.since),
+        (" and o.created_at < ", filter.until),
+    ] {
         if let Some(time) = time {
             query.push(condition).push_bind(time);
         }
     }
     if let Some(after) = &filter.after {
-        query.push(" and (o.created_at, o.operation_id) < (").push_bind(after.created_at).push(", ");
+        query
+            .push(" and (o.created_at, o.operation_id) < (")
+            .push_bind(after.created_at)
+            .push(", ");
         query.push_bind(after.operation_id.clone()).push(")");
     }
-    query.push(" order by o.created_at desc, o.operation_id desc limit ").push_bind(limit);
+    query
+        .push(" order by o.created_at desc, o.operation_id desc limit ")
+        .push_bind(limit);
     summaries(session, query, "list the operations").await
 }
 
@@ -283,16 +307,14 @@ async fn summaries(
     mut query: QueryBuilder<Postgres>,
     intent: &'static str,
 ) -> Result<Vec<Summary>, Error> {
-    let rows = query
-        .build()
-            .fetch_all(&mut *session)
-        .await
-        .map_err(doing(intent))?;
+    let rows = query.build().fetch_all(&mut *session).await.map_err(doing(intent))?;
     rows.iter()
         .map(|row| {
             let operation_id: String = row.get("operation_id");
-            let state = StateName::parse(row.get("state"))
-                .ok_or_else(|| Error::Impossible { operation: operation_id.clone(), what: "unknown state" })?;
+            let state = StateName::parse(row.get("state")).ok_or_else(|| Error::Impossible {
+                operation: operation_id.clone(),
+                what: "unknown state",
+            })?;
             let receipt = row.get::<Option<i16>, _>("status").map(|status| ReceiptSummary {
                 status: status.cast_unsigned(),
                 headers: row.get("headers"),

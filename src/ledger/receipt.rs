@@ -66,7 +66,12 @@ pub struct Settled<'a> {
 impl Receipt {
     pub fn new(status: u16, headers: Vec<(String, String)>, body: Bytes) -> Self {
         let body_sha256 = Sha256::digest(&body).into();
-        Self { status, headers, body, body_sha256 }
+        Self {
+            status,
+            headers,
+            body,
+            body_sha256,
+        }
     }
 
     /// 200: the effect is committed; `result` is what the handler returned, as JSON text.
@@ -172,7 +177,11 @@ impl Receipt {
     fn json(status: u16, content_type: &str, body: &impl Serialize) -> Self {
         // These structs hold strings, numbers and JSON text: none of them can fail to serialise.
         let body = serde_json::to_vec(body).unwrap_or_default();
-        Self::new(status, vec![("content-type".to_owned(), content_type.to_owned())], body.into())
+        Self::new(
+            status,
+            vec![("content-type".to_owned(), content_type.to_owned())],
+            body.into(),
+        )
     }
 }
 
@@ -200,7 +209,10 @@ mod tests {
         let result = RawValue::from_string(r#"{"n": 12233344445555567, "d": 0.1000}"#.to_owned()).unwrap();
         let receipt = Receipt::succeeded(settled, &result);
         let body = std::str::from_utf8(&receipt.body).unwrap();
-        assert!(body.contains(r#""result":{"n": 12233344445555567, "d": 0.1000}"#), "{body}");
+        assert!(
+            body.contains(r#""result":{"n": 12233344445555567, "d": 0.1000}"#),
+            "{body}"
+        );
         assert_eq!(receipt.body_sha256, <[u8; 32]>::from(Sha256::digest(&receipt.body)));
     }
 }

@@ -50,21 +50,28 @@ pub async fn purge(session: &mut Session, tenant: &Tenant, limit: i64) -> Result
 
 /// Removes up to `limit` tombstones that were purged longer ago than `keep`: from then on their ids are free again.
 pub async fn forget(session: &mut Session, tenant: &Tenant, keep: Duration, limit: i64) -> Result<u64, Error> {
-    let forgotten = sqlx::query!(
+    let forgotten = sqlx::query_scalar!(
         r#"
-        delete from ledger.operations where tenant_id = $1 and operation_id in (
+        with old as materialized (
             select operation_id from ledger.operations
             where tenant_id = $1 and purged_at <= clock_timestamp() - $2::float8 * interval '1 millisecond'
-            order by purged_at limit $3 for update skip locked)
+            order by purged_at limit $3 for update skip locked
+        ), deliveries as (
+            delete from ledger.deliveries t using old where t.tenant_id = $1 and t.operation_id = old.operation_id
+        ), tombstones as (
+            delete from ledger.operations t using old where t.tenant_id = $1 and t.operation_id = old.operation_id
+            returning 1
+        )
+        select count(*) as "count!" from tombstones
         "#,
         tenant.as_str(),
         milliseconds(keep),
         limit,
     )
-    .execute(&mut *session)
+    .fetch_one(&mut *session)
     .await
     .map_err(doing("forget old tombstones"))?;
-    Ok(forgotten.rows_affected())
+    Ok(forgotten.cast_unsigned())
 }
 
 /// How many finished operations have receipts past their time, counted up to `most`.

@@ -37,7 +37,9 @@ pub enum Applied {
 impl Applied {
     /// What a deferred constraint raised when it was checked, if it is a refusal.
     pub fn by_constraint(error: &Error) -> Option<Self> {
-        let sqlx::Error::Database(database) = &error.source else { return None };
+        let sqlx::Error::Database(database) = &error.source else {
+            return None;
+        };
         let raised = Raised {
             sqlstate: error.sqlstate()?,
             message: database.message().to_owned(),
@@ -92,12 +94,14 @@ pub async fn apply_all(session: &mut Session, calls: &[Call<'_>]) -> Result<Vec<
                     detail: None,
                 }),
             },
-            (_, sqlstate) => Applied::raised(Raised {
-                sqlstate: sqlstate.unwrap_or_else(|| "XX000".to_owned()),
-                message: row.message.unwrap_or_default(),
-                detail: row.detail.filter(|detail| !detail.is_empty()),
-            }
-            .without_row_contents()),
+            (_, sqlstate) => Applied::raised(
+                Raised {
+                    sqlstate: sqlstate.unwrap_or_else(|| "XX000".to_owned()),
+                    message: row.message.unwrap_or_default(),
+                    detail: row.detail.filter(|detail| !detail.is_empty()),
+                }
+                .without_row_contents(),
+            ),
         })
         .collect())
 }
@@ -140,7 +144,10 @@ pub async fn store_all(session: &mut Session, tenant: &Tenant, settled: &[Settle
     let states: Vec<&str> = settled.iter().map(|one| one.state.as_str()).collect();
     let actors: Vec<&str> = settled.iter().map(|one| one.actor).collect();
     let attempts: Vec<i32> = settled.iter().map(|one| one.attempt).collect();
-    let reasons: Vec<Option<&str>> = settled.iter().map(|one| one.raised.map(|raised| &*raised.message)).collect();
+    let reasons: Vec<Option<&str>> = settled
+        .iter()
+        .map(|one| one.raised.map(|raised| &*raised.message))
+        .collect();
     let evidence: Vec<Option<String>> = settled.iter().map(|one| one.raised.map(evidence_json)).collect();
     sqlx::query!(
         r#"
@@ -210,7 +217,11 @@ mod tests {
     #[test]
     fn the_sqlstate_decides_what_a_raised_error_means() {
         let raised = |sqlstate: &str| {
-            Applied::raised(Raised { sqlstate: sqlstate.to_owned(), message: String::new(), detail: None })
+            Applied::raised(Raised {
+                sqlstate: sqlstate.to_owned(),
+                message: String::new(),
+                detail: None,
+            })
         };
         for code in ["OL001", "OLXYZ", "P0001", "22003", "22012", "23505", "23514"] {
             assert!(matches!(raised(code), Applied::Refused(_)), "{code}");
@@ -218,7 +229,9 @@ mod tests {
         for code in ["40001", "40P01", "55P03", "53100", "57014", "08006"] {
             assert!(matches!(raised(code), Applied::Passing(_)), "{code}");
         }
-        for code in ["42883", "42501", "P0002", "P0004", "0A000", "XX000", "2F005", "25P02", ""] {
+        for code in [
+            "42883", "42501", "P0002", "P0004", "0A000", "XX000", "2F005", "25P02", "",
+        ] {
             assert!(matches!(raised(code), Applied::Broken(_)), "{code}");
         }
     }

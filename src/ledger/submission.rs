@@ -58,7 +58,10 @@ pub fn parse(body: &[u8]) -> Result<Node<'_>, Invalid> {
             canonical::Reason::TooDeep { .. } => canonical::Reason::TooDeep { limit: MAX_DEPTH },
             reason => reason,
         };
-        Invalid::Member { pointer: invalid.pointer, detail: reason.to_string() }
+        Invalid::Member {
+            pointer: invalid.pointer,
+            detail: reason.to_string(),
+        }
     })
 }
 
@@ -66,7 +69,10 @@ impl<'a> Envelope<'a> {
     /// Takes the members apart; unknown ones are refused by their pointer.
     pub fn read(body: &'a Node<'a>) -> Result<Self, Invalid> {
         let Value::Object(members) = body.value() else {
-            return Err(member("", "the body must be a JSON object with \"kind\" and \"payload\""));
+            return Err(member(
+                "",
+                "the body must be a JSON object with \"kind\" and \"payload\"",
+            ));
         };
         let (mut kind, mut payload) = (None, None);
         let mut envelope = Optional::default();
@@ -85,7 +91,8 @@ impl<'a> Envelope<'a> {
         }
         Ok(Self {
             kind: kind.ok_or_else(|| member("/kind", "\"kind\" is missing: name the type of operation"))?,
-            payload: payload.ok_or_else(|| member("/payload", "\"payload\" is missing: send what the handler needs"))?,
+            payload: payload
+                .ok_or_else(|| member("/payload", "\"payload\" is missing: send what the handler needs"))?,
             operation_id: envelope.operation_id,
             run: envelope.run,
             external_reference: envelope.external_reference,
@@ -104,7 +111,10 @@ struct Optional {
 
 fn run(node: &Node<'_>) -> Result<Run, Invalid> {
     let Value::Object(members) = node.value() else {
-        return Err(member("/run", "\"run\" must be an object of engine, run_id, step and attempt"));
+        return Err(member(
+            "/run",
+            "\"run\" must be an object of engine, run_id, step and attempt",
+        ));
     };
     let mut run_id = None;
     for (name, node) in members {
@@ -112,13 +122,19 @@ fn run(node: &Node<'_>) -> Result<Run, Invalid> {
             "engine" | "step" => drop(reference(&format!("/run/{name}"), node)?),
             "run_id" => run_id = Some(reference("/run/run_id", node)?),
             "attempt" if node.raw().parse::<u32>().is_err() => {
-                return Err(member("/run/attempt", "\"attempt\" must be a whole number from 0 to 4294967295"));
+                return Err(member(
+                    "/run/attempt",
+                    "\"attempt\" must be a whole number from 0 to 4294967295",
+                ));
             }
             "attempt" => {}
             _ => return Err(unknown("/run", name)),
         }
     }
-    Ok(Run { text: node.raw().to_owned(), run_id })
+    Ok(Run {
+        text: node.raw().to_owned(),
+        run_id,
+    })
 }
 
 fn mode(node: &Node<'_>) -> Result<Mode, Invalid> {
@@ -145,13 +161,19 @@ fn reference(pointer: &str, node: &Node<'_>) -> Result<String, Invalid> {
 }
 
 fn member(pointer: &str, detail: &str) -> Invalid {
-    Invalid::Member { pointer: pointer.to_owned(), detail: detail.to_owned() }
+    Invalid::Member {
+        pointer: pointer.to_owned(),
+        detail: detail.to_owned(),
+    }
 }
 
 fn unknown(parent: &str, name: &str) -> Invalid {
     let shown: String = name.chars().take(60).collect();
     let pointer = format!("{parent}/{}", shown.replace('~', "~0").replace('/', "~1"));
-    Invalid::Member { pointer, detail: "there is no such member; remove it or correct its name".to_owned() }
+    Invalid::Member {
+        pointer,
+        detail: "there is no such member; remove it or correct its name".to_owned(),
+    }
 }
 
 /// One intent, ready to be claimed: every rule about its form has been checked.
@@ -207,8 +229,14 @@ mod tests {
     fn every_member_is_checked_and_named_by_its_pointer() {
         let cases = [
             (r#"{"kind":"k","payload":{}}"#, "accepted"),
-            (r#"{"kind":"k","payload":null,"mode":"plan","external_reference":"x"}"#, "accepted"),
-            (r#"{"kind":"k","payload":1,"run":{"engine":"e","run_id":"r","step":"s","attempt":2}}"#, "accepted"),
+            (
+                r#"{"kind":"k","payload":null,"mode":"plan","external_reference":"x"}"#,
+                "accepted",
+            ),
+            (
+                r#"{"kind":"k","payload":1,"run":{"engine":"e","run_id":"r","step":"s","attempt":2}}"#,
+                "accepted",
+            ),
             (r#"[]"#, ""),
             (r#"{"payload":1}"#, "/kind"),
             (r#"{"kind":"k"}"#, "/payload"),
@@ -219,7 +247,10 @@ mod tests {
             (r#"{"kind":"k","payload":1,"run":[]}"#, "/run"),
             (r#"{"kind":"k","payload":1,"mode":"later"}"#, "/mode"),
             (r#"{"kind":"k","payload":1,"operation_id":""}"#, "/operation_id"),
-            (r#"{"kind":"k","payload":1,"external_reference":""}"#, "/external_reference"),
+            (
+                r#"{"kind":"k","payload":1,"external_reference":""}"#,
+                "/external_reference",
+            ),
             (r#"{"kind":"k","payload":{"a":1,"a":1}}"#, "/payload/a"),
         ];
         for (body, expected) in cases {
@@ -229,9 +260,7 @@ mod tests {
 
     #[test]
     fn the_payload_may_be_128_deep_and_no_deeper() {
-        let body = |depth: usize| {
-            format!(r#"{{"kind":"k","payload":{}{}}}"#, "[".repeat(depth), "]".repeat(depth))
-        };
+        let body = |depth: usize| format!(r#"{{"kind":"k","payload":{}{}}}"#, "[".repeat(depth), "]".repeat(depth));
         assert_eq!(pointer(&body(128)), "accepted");
         assert_ne!(pointer(&body(129)), "accepted");
     }

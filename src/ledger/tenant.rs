@@ -27,7 +27,11 @@ impl FromStr for Tenant {
     fn from_str(name: &str) -> Result<Self, InvalidTenant> {
         let alphabet = |byte: u8| byte.is_ascii_lowercase() || byte.is_ascii_digit() || byte == b'-';
         let valid = (1..=40).contains(&name.len()) && name.bytes().all(alphabet) && !name.starts_with('-');
-        if valid { Ok(Self(name.into())) } else { Err(InvalidTenant) }
+        if valid {
+            Ok(Self(name.into()))
+        } else {
+            Err(InvalidTenant)
+        }
     }
 }
 
@@ -39,17 +43,20 @@ impl fmt::Display for Tenant {
 
 /// Makes the tenant if it is not there yet.
 pub async fn ensure(session: &mut Session, tenant: &Tenant) -> Result<(), Error> {
-    sqlx::query!("insert into ledger.tenants (tenant_id) values ($1) on conflict do nothing", tenant.as_str())
-            .execute(&mut *session)
-        .await
-        .map_err(doing("make the tenant"))?;
+    sqlx::query!(
+        "insert into ledger.tenants (tenant_id) values ($1) on conflict do nothing",
+        tenant.as_str()
+    )
+    .execute(&mut *session)
+    .await
+    .map_err(doing("make the tenant"))?;
     Ok(())
 }
 
 /// Every tenant, for sweeps that go tenant by tenant.
 pub async fn all(session: &mut Session) -> Result<Vec<Tenant>, Error> {
     let names = sqlx::query_scalar!("select tenant_id from ledger.tenants order by tenant_id")
-            .fetch_all(&mut *session)
+        .fetch_all(&mut *session)
         .await
         .map_err(doing("list the tenants"))?;
     // The CHECK on the column is the same rule as ours.

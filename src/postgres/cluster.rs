@@ -225,19 +225,13 @@ impl Drop for Cluster {
     }
 }
 
-fn find_installation(
-    options: &Options,
-    home: &Home,
-    account: &Account,
-) -> Result<Installation, Error> {
+fn find_installation(options: &Options, home: &Home, account: &Account) -> Result<Installation, Error> {
     let search = Search {
         bin_dir: options.bin_dir.as_deref(),
         path: options.search_path.as_deref(),
         usual_places: locate::usual_places(),
     };
-    locate::find(&search, &home.data(), |postgres| {
-        account.version_of(postgres, home)
-    })
+    locate::find(&search, &home.data(), |postgres| account.version_of(postgres, home))
 }
 
 fn percent_encoded(bytes: &[u8]) -> String {

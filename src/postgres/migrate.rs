@@ -34,7 +34,9 @@ pub enum Error {
     Database(#[from] DatabaseError),
     #[error("failed to run migration {name}")]
     Migration { name: String, source: sqlx::Error },
-    #[error("migration {name} was applied with other contents than this program brings; use the release that migrated the database, or restore migrations/ unchanged")]
+    #[error(
+        "migration {name} was applied with other contents than this program brings; use the release that migrated the database, or restore migrations/ unchanged"
+    )]
     Changed { name: String },
     #[error("\"{role}\" is not a role name this command accepts; use letters, digits and underscores")]
     Role { role: String },
@@ -48,10 +50,17 @@ pub async fn run(pool: &Pool, grant_to: Option<&str>) -> Result<Vec<String>, Err
     let mut session = pool.session().await?;
     session.begin_unlimited().await?;
     let connection = session.connection();
-    execute(connection, "take the migration lock", format!("select pg_advisory_xact_lock({LOCK})")).await?;
+    execute(
+        connection,
+        "take the migration lock",
+        format!("select pg_advisory_xact_lock({LOCK})"),
+    )
+    .await?;
     execute(connection, "make the migrations table", CREATE_TABLE.to_owned()).await?;
     let status = compare(&applied(connection).await?)?;
-    let pending = MIGRATIONS.iter().filter(|migration| status.pending.contains(&name(migration)));
+    let pending = MIGRATIONS
+        .iter()
+        .filter(|migration| status.pending.contains(&name(migration)));
     for migration in pending {
         apply(connection, migration).await?;
     }
@@ -65,9 +74,18 @@ pub async fn run(pool: &Pool, grant_to: Option<&str>) -> Result<Vec<String>, Err
 /// Compares without changing anything.
 pub async fn status(pool: &Pool) -> Result<Status, Error> {
     let mut session = pool.session().await?;
-    let exists = rows(session.connection(), "look for the migrations table", "select to_regclass('ledger.migrations')::text").await?;
+    let exists = rows(
+        session.connection(),
+        "look for the migrations table",
+        "select to_regclass('ledger.migrations')::text",
+    )
+    .await?;
     let missing = exists.first().and_then(|row| row.get::<Option<String>, _>(0)).is_none();
-    let applied = if missing { Vec::new() } else { applied(session.connection()).await? };
+    let applied = if missing {
+        Vec::new()
+    } else {
+        applied(session.connection()).await?
+    };
     compare(&applied)
 }
 
@@ -99,7 +117,10 @@ async fn apply(connection: &mut PgConnection, migration: &Migration) -> Result<(
         sqlx::raw_sql(sqlx::AssertSqlSafe(sql.into_owned()))
             .execute(&mut *connection)
             .await
-            .map_err(|source| Error::Migration { name: name.clone(), source })?;
+            .map_err(|source| Error::Migration {
+                name: name.clone(),
+                source,
+            })?;
     }
     Ok(())
 }
@@ -120,10 +141,20 @@ fn is_role_name(role: &str) -> bool {
 }
 
 async fn applied(connection: &mut PgConnection) -> Result<Vec<(i64, String)>, DatabaseError> {
-    let rows = rows(connection, "read the migrations table", "select version::text, checksum from ledger.migrations order by version").await?;
+    let rows = rows(
+        connection,
+        "read the migrations table",
+        "select version::text, checksum from ledger.migrations order by version",
+    )
+    .await?;
     Ok(rows
         .iter()
-        .map(|row| (row.get::<String, _>(0).parse().unwrap_or(i64::MAX), row.get::<String, _>(1)))
+        .map(|row| {
+            (
+                row.get::<String, _>(0).parse().unwrap_or(i64::MAX),
+                row.get::<String, _>(1),
+            )
+        })
         .collect())
 }
 
@@ -136,8 +167,14 @@ fn compare(applied: &[(i64, String)]) -> Result<Status, Error> {
             Some(_) => {}
         }
     }
-    let newer = applied.iter().map(|(version, _)| *version).filter(|version| !MIGRATIONS.version_exists(*version));
-    Ok(Status { pending, newer: newer.collect() })
+    let newer = applied
+        .iter()
+        .map(|(version, _)| *version)
+        .filter(|version| !MIGRATIONS.version_exists(*version));
+    Ok(Status {
+        pending,
+        newer: newer.collect(),
+    })
 }
 
 fn name(migration: &Migration) -> String {
@@ -149,10 +186,17 @@ fn checksum(migration: &Migration) -> String {
 }
 
 async fn execute(connection: &mut PgConnection, intent: &'static str, sql: String) -> Result<(), DatabaseError> {
-    sqlx::raw_sql(sqlx::AssertSqlSafe(sql)).execute(connection).await.map_err(doing(intent))?;
+    sqlx::raw_sql(sqlx::AssertSqlSafe(sql))
+        .execute(connection)
+        .await
+        .map_err(doing(intent))?;
     Ok(())
 }
 
-async fn rows(connection: &mut PgConnection, intent: &'static str, sql: &'static str) -> Result<Vec<PgRow>, DatabaseError> {
+async fn rows(
+    connection: &mut PgConnection,
+    intent: &'static str,
+    sql: &'static str,
+) -> Result<Vec<PgRow>, DatabaseError> {
     sqlx::raw_sql(sql).fetch_all(connection).await.map_err(doing(intent))
 }

@@ -5,7 +5,7 @@ use std::str::FromStr;
 use std::time::Duration;
 
 use sqlx::postgres::{PgConnectOptions, PgPoolOptions};
-use sqlx::{ConnectOptions, PgPool};
+use sqlx::{ConnectOptions, Connection, PgConnection, PgPool};
 
 use super::error::{Error, doing};
 use super::session::{Limits, Session};
@@ -49,34 +49,37 @@ pub struct Unsafe {
 
 impl Pool {
     /// Connects once, so that a wrong address is an error now and not at the first request.
+    ///
+    /// Outside the pool, which tries again until its time is up and then only says that it is.
     pub async fn open(options: &Options) -> Result<Self, OpenError> {
-        let pool = Self::lazy(options)?;
-        match pool.pool.acquire().await {
-            Ok(_) => Ok(pool),
-            Err(source) => Err(OpenError::Connect {
-                place: place(&options.url),
-                source: Error { doing: "connect", source },
-            }),
+        let connect = connect_options(options)?;
+        let unreachable = |source| OpenError::Connect {
+            place: place(&options.url),
+            source: Error {
+                doing: "connect",
+                source,
+            },
+        };
+        match tokio::time::timeout(options.acquire_timeout, PgConnection::connect_with(&connect)).await {
+            Ok(Ok(connection)) => drop(connection.close().await),
+            Ok(Err(error)) => return Err(unreachable(error)),
+            Err(_) => return Err(unreachable(sqlx::Error::PoolTimedOut)),
         }
+        Self::lazy(options)
     }
 
     /// A pool that connects when first used.
     pub fn lazy(options: &Options) -> Result<Self, OpenError> {
-        let mut connect = PgConnectOptions::from_str(&options.url).map_err(OpenError::Url)?.disable_statement_logging();
-        if connect.get_application_name().is_none() {
-            connect = connect.application_name("opledger");
-        }
-        // Behind a transaction pooler the start-up parameter extra_float_digits is not accepted by older releases.
-        connect = connect.extra_float_digits(None);
-        if !options.prepared_statements {
-            connect = connect.statement_cache_capacity(0);
-        }
+        let connect = connect_options(options)?;
         let pool = PgPoolOptions::new()
             .max_connections(options.max_connections)
             .acquire_timeout(options.acquire_timeout)
             .idle_timeout(Duration::from_secs(300))
             .connect_lazy_with(connect);
-        Ok(Self { pool, prepared_statements: options.prepared_statements })
+        Ok(Self {
+            pool,
+            prepared_statements: options.prepared_statements,
+        })
     }
 
     /// Borrows a connection.
@@ -107,7 +110,10 @@ impl Pool {
     /// Asks the server for an answer.
     pub async fn ping(&self) -> Result<(), Error> {
         let mut session = self.pool.acquire().await.map_err(doing("get a database connection"))?;
-        sqlx::raw_sql("select 1").execute(&mut *session).await.map_err(doing("ask the database"))?;
+        sqlx::raw_sql("select 1")
+            .execute(&mut *session)
+            .await
+            .map_err(doing("ask the database"))?;
         Ok(())
     }
 
@@ -135,7 +141,10 @@ impl Pool {
         .map_err(doing("read the server's durability settings"))?;
         Ok(rows.first().map(|row| {
             use sqlx::Row;
-            Unsafe { setting: row.get::<String, _>(0), value: row.get::<String, _>(1) }
+            Unsafe {
+                setting: row.get::<String, _>(0),
+                value: row.get::<String, _>(1),
+            }
         }))
     }
 
@@ -152,7 +161,10 @@ impl Pool {
                 first.close_on_drop();
                 return Ok(false);
             }
-            sqlx::raw_sql("begin").execute(&mut *second).await.map_err(doing("begin a transaction"))?;
+            sqlx::raw_sql("begin")
+                .execute(&mut *second)
+                .await
+                .map_err(doing("begin a transaction"))?;
             let again = sqlx::query(PROBE).execute(&mut *first).await;
             let held = sqlx::query(PROBE).execute(&mut *second).await;
             let _ = sqlx::raw_sql("rollback").execute(&mut *second).await;
@@ -166,12 +178,36 @@ impl Pool {
     }
 }
 
+fn connect_options(options: &Options) -> Result<PgConnectOptions, OpenError> {
+    let mut connect = PgConnectOptions::from_str(&options.url)
+        .map_err(OpenError::Url)?
+        .disable_statement_logging();
+    if connect.get_application_name().is_none() {
+        connect = connect.application_name("opledger");
+    }
+    // Behind a transaction pooler the start-up parameter extra_float_digits is not accepted by older releases.
+    connect = connect.extra_float_digits(None);
+    if !options.prepared_statements {
+        connect = connect.statement_cache_capacity(0);
+    }
+    Ok(connect)
+}
+
 /// Host and database of a URL, without user and password.
 pub fn place(url: &str) -> String {
     match PgConnectOptions::from_str(url) {
         Ok(options) => match options.get_socket() {
-            Some(socket) => format!("{} ({})", socket.display(), options.get_database().unwrap_or("default database")),
-            None => format!("{}:{}/{}", options.get_host(), options.get_port(), options.get_database().unwrap_or("")),
+            Some(socket) => format!(
+                "{} ({})",
+                socket.display(),
+                options.get_database().unwrap_or("default database")
+            ),
+            None => format!(
+                "{}:{}/{}",
+                options.get_host(),
+                options.get_port(),
+                options.get_database().unwrap_or("")
+            ),
         },
         Err(_) => "an unreadable address".to_owned(),
     }

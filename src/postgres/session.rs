@@ -30,7 +30,11 @@ pub struct Session {
 
 impl Session {
     pub(super) fn new(connection: PoolConnection<Postgres>, named_statements: bool) -> Self {
-        Self { connection, named_statements, in_transaction: false }
+        Self {
+            connection,
+            named_statements,
+            in_transaction: false,
+        }
     }
 
     /// The connection itself, for the simple protocol; other statements run on the session.
@@ -76,7 +80,11 @@ impl Session {
 
     /// Ends what `Pool::reader` may have begun; call it after the last statement.
     pub async fn finish(mut self) -> Result<(), Error> {
-        if self.in_transaction { self.commit().await } else { Ok(()) }
+        if self.in_transaction {
+            self.commit().await
+        } else {
+            Ok(())
+        }
     }
 
     /// Rolls back.
@@ -86,7 +94,10 @@ impl Session {
 
     /// Marks a point within the transaction to roll back to.
     pub async fn savepoint(&mut self) -> Result<(), Error> {
-        sqlx::raw_sql("savepoint effect").execute(&mut *self.connection).await.map_err(doing("set a savepoint"))?;
+        sqlx::raw_sql("savepoint effect")
+            .execute(&mut *self.connection)
+            .await
+            .map_err(doing("set a savepoint"))?;
         Ok(())
     }
 
@@ -100,7 +111,10 @@ impl Session {
     }
 
     async fn end(&mut self, statement: &'static str, intent: &'static str) -> Result<(), Error> {
-        sqlx::raw_sql(statement).execute(&mut *self.connection).await.map_err(doing(intent))?;
+        sqlx::raw_sql(statement)
+            .execute(&mut *self.connection)
+            .await
+            .map_err(doing(intent))?;
         self.in_transaction = false;
         Ok(())
     }
@@ -116,5 +130,7 @@ impl Drop for Session {
 
 /// PostgreSQL reads 0 as "no limit", so the shortest limit is one millisecond.
 fn milliseconds(limit: Duration) -> u64 {
-    u64::try_from(limit.as_millis()).unwrap_or(u64::MAX).clamp(1, i32::MAX as u64)
+    u64::try_from(limit.as_millis())
+        .unwrap_or(u64::MAX)
+        .clamp(1, i32::MAX as u64)
 }

@@ -64,7 +64,11 @@ impl Default for Metrics {
 
 impl Metrics {
     pub fn new() -> Self {
-        let seconds = || Histogram::new([0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0]);
+        let seconds = || {
+            Histogram::new([
+                0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0,
+            ])
+        };
         let mut metrics = Self {
             registry: Registry::with_prefix("opledger"),
             deliveries: Family::default(),
@@ -95,25 +99,68 @@ impl Metrics {
         let named = "Deliveries of operations by outcome (effect, refused, replay, accepted, in_progress, unknown, \
                      mismatch, expired, handler_broken, rejected_queue, unavailable, internal)";
         registry.register("deliveries", named, self.deliveries.clone());
-        registry.register("effects", "Operations that succeeded with this process's commit", self.effects.clone());
+        registry.register(
+            "effects",
+            "Operations that succeeded with this process's commit",
+            self.effects.clone(),
+        );
         registry.register("group_size", "Operations committed together", self.groups.clone());
-        registry.register_with_unit("group", "Time of a group's transaction", Unit::Seconds, self.group_seconds.clone());
-        registry.register_with_unit("commit", "Time of a group's commit", Unit::Seconds, self.commit_seconds.clone());
-        registry.register("group_splits", "Groups that were rolled back and run one by one", self.splits.clone());
-        registry.register("retries", "Transactions tried again after passing trouble", self.retries.clone());
+        registry.register_with_unit(
+            "group",
+            "Time of a group's transaction",
+            Unit::Seconds,
+            self.group_seconds.clone(),
+        );
+        registry.register_with_unit(
+            "commit",
+            "Time of a group's commit",
+            Unit::Seconds,
+            self.commit_seconds.clone(),
+        );
+        registry.register(
+            "group_splits",
+            "Groups that were rolled back and run one by one",
+            self.splits.clone(),
+        );
+        registry.register(
+            "retries",
+            "Transactions tried again after passing trouble",
+            self.retries.clone(),
+        );
         registry.register("http_requests", "Requests by route and status", self.requests.clone());
         let seconds = self.request_seconds.clone();
         registry.register_with_unit("http_request", "Time from request to answer", Unit::Seconds, seconds);
         registry.register("recovered", "Abandoned operations taken over", self.swept.clone());
-        registry.register("purged_receipts", "Receipts purged after their retention", self.purged.clone());
+        registry.register(
+            "purged_receipts",
+            "Receipts purged after their retention",
+            self.purged.clone(),
+        );
         registry.register("purge_failures", "Purges that failed", self.purge_failures.clone());
-        registry.register("purge_backlog", "Expired receipts not purged yet, counted up to 10000", self.purge_backlog.clone());
+        registry.register(
+            "purge_backlog",
+            "Expired receipts not purged yet, counted up to 10000",
+            self.purge_backlog.clone(),
+        );
         registry.register("queued", "Deliveries waiting for a group", self.queued.clone());
         registry.register("running_alone", "Operations running outside groups", self.alone.clone());
-        registry.register("connections_used", "Database connections in use", self.connections_used.clone());
-        registry.register("connections_idle", "Database connections idle", self.connections_idle.clone());
+        registry.register(
+            "connections_used",
+            "Database connections in use",
+            self.connections_used.clone(),
+        );
+        registry.register(
+            "connections_idle",
+            "Database connections idle",
+            self.connections_idle.clone(),
+        );
         let age = self.heartbeat_age.clone();
-        registry.register_with_unit("heartbeat_age", "Time since the last heartbeat was written", Unit::Seconds, age);
+        registry.register_with_unit(
+            "heartbeat_age",
+            "Time since the last heartbeat was written",
+            Unit::Seconds,
+            age,
+        );
     }
 
     /// Counts a delivery by what it came to.
@@ -141,7 +188,8 @@ impl Metrics {
     /// Counts a committed group.
     pub fn group(&self, members: usize, commit: Duration, whole: Duration) {
         // At most 64.
-        self.groups.observe(f64::from(u32::try_from(members).unwrap_or(u32::MAX)));
+        self.groups
+            .observe(f64::from(u32::try_from(members).unwrap_or(u32::MAX)));
         self.commit_seconds.observe(commit.as_secs_f64());
         self.group_seconds.observe(whole.as_secs_f64());
     }
@@ -158,7 +206,12 @@ impl Metrics {
 
     /// Counts an answered request.
     pub fn answered(&self, route: &str, status: u16, took: Duration) {
-        self.requests.get_or_create(&RequestLabels { route: route.to_owned(), status }).inc();
+        self.requests
+            .get_or_create(&RequestLabels {
+                route: route.to_owned(),
+                status,
+            })
+            .inc();
         self.request_seconds.observe(took.as_secs_f64());
     }
 

@@ -16,7 +16,10 @@ async fn an_operation_sent_three_times_has_one_effect_and_one_receipt() {
     }
     assert_eq!(ledger.balance("acct-1").await, before + 500);
     let operation = agent.operation("acme:d-1").await;
-    assert_eq!((&operation["deliveries"], &operation["attempts"], &operation["effects"]), (&3.into(), &1.into(), &1.into()));
+    assert_eq!(
+        (&operation["deliveries"], &operation["attempts"], &operation["effects"]),
+        (&3.into(), &1.into(), &1.into())
+    );
 }
 
 #[tokio::test]
@@ -25,6 +28,9 @@ async fn another_payload_under_a_known_id_is_refused_and_changes_nothing() {
     let agent = ledger.agent();
     let before = ledger.balance("acct-1").await;
     agent.deposit("acme:d-1", "acct-1", 500).await.succeeded();
-    agent.deposit("acme:d-1", "acct-1", 501).await.is(422, "fingerprint-mismatch");
+    agent
+        .deposit("acme:d-1", "acct-1", 501)
+        .await
+        .is(422, "fingerprint-mismatch");
     assert_eq!(ledger.balance("acct-1").await, before + 500);
 }

@@ -4,8 +4,8 @@
 
 use std::time::{Duration, Instant};
 
-use sqlx::Row;
 use sqlx::postgres::PgRow;
+use sqlx::{Connection, PgConnection, Row};
 
 use super::{Findings, role};
 use crate::app;
@@ -21,6 +21,9 @@ const OLDEST: i64 = 15;
 /// Clocks further apart are worth a warning.
 const CLOSE: Duration = Duration::from_secs(1);
 
+/// How long one attempt to connect may take.
+const CONNECT: Duration = Duration::from_secs(5);
+
 /// The clock is read this often; the quickest answer counts.
 const READINGS: usize = 5;
 
@@ -29,12 +32,21 @@ pub async fn examine(url: String, config: Option<&Config>, findings: &mut Findin
     let place = place(&url);
     let settings = config.map(|config| config.file.database).unwrap_or_default();
     let began = Instant::now();
-    let pool = match Pool::open(&settings.options(url)).await {
+    let options = settings.options(url);
+    let pool = match Pool::open(&options).await {
         Ok(pool) => pool,
-        Err(error) => return findings.fail("database", chain(&error), "nothing else can be checked until it answers"),
+        Err(error) => {
+            let what = refusal(&options.url)
+                .await
+                .map_or_else(|| chain(&error), |why| format!("{error}: {why}"));
+            return findings.fail("database", what, "nothing else can be checked until it answers");
+        }
     };
     let opened = began.elapsed().as_secs_f64() * 1e3;
-    findings.ok("database", format!("PostgreSQL at {place} answers; connecting took {opened:.0} ms"));
+    findings.ok(
+        "database",
+        format!("PostgreSQL at {place} answers; connecting took {opened:.0} ms"),
+    );
     let looked = async {
         server(&pool, findings).await?;
         durability(&pool, findings).await?;
@@ -51,15 +63,31 @@ pub async fn examine(url: String, config: Option<&Config>, findings: &mut Findin
     };
     if let Err(error) = looked.await {
         let error: Error = error;
-        findings.fail("database", chain(&error), "the checks after this one were left out; mend this first");
+        findings.fail(
+            "database",
+            chain(&error),
+            "the checks after this one were left out; mend this first",
+        );
     }
     pool.close().await;
+}
+
+/// Why one plain attempt to connect fails: the pool tries until its time is over, and then says just that.
+async fn refusal(url: &str) -> Option<String> {
+    let attempt = tokio::time::timeout(CONNECT, PgConnection::connect(url)).await;
+    match attempt {
+        Err(_) => Some(format!("no answer within {} s", CONNECT.as_secs())),
+        Ok(connected) => connected.err().map(|error| chain(&error)),
+    }
 }
 
 /// The rows of one statement, all columns as text.
 pub(super) async fn rows(pool: &Pool, intent: &'static str, sql: &'static str) -> Result<Vec<PgRow>, Error> {
     let mut session = pool.session().await?;
-    let rows = sqlx::raw_sql(sql).fetch_all(session.connection()).await.map_err(doing(intent))?;
+    let rows = sqlx::raw_sql(sql)
+        .fetch_all(session.connection())
+        .await
+        .map_err(doing(intent))?;
     Ok(rows)
 }
 
@@ -71,7 +99,9 @@ pub(super) async fn row<const COLUMNS: usize>(
 ) -> Result<[String; COLUMNS], Error> {
     let rows = rows(pool, intent, sql).await?;
     let row = rows.first().ok_or(sqlx::Error::RowNotFound).map_err(doing(intent))?;
-    Ok(std::array::from_fn(|column| row.get::<Option<String>, _>(column).unwrap_or_default()))
+    Ok(std::array::from_fn(|column| {
+        row.get::<Option<String>, _>(column).unwrap_or_default()
+    }))
 }
 
 async fn server(pool: &Pool, findings: &mut Findings) -> Result<(), Error> {
@@ -83,12 +113,20 @@ async fn server(pool: &Pool, findings: &mut Findings) -> Result<(), Error> {
     )
     .await?;
     if number.parse::<i64>().unwrap_or(0) / 10_000 < OLDEST {
-        findings.fail("version", format!("PostgreSQL {version} is too old"), format!("use PostgreSQL {OLDEST} or later"));
+        findings.fail(
+            "version",
+            format!("PostgreSQL {version} is too old"),
+            format!("use PostgreSQL {OLDEST} or later"),
+        );
     } else {
         findings.ok("version", format!("PostgreSQL {version}"));
     }
     if standby == "true" {
-        findings.fail("primary", "this server is a standby and takes no writes", "give the primary's address");
+        findings.fail(
+            "primary",
+            "this server is a standby and takes no writes",
+            "give the primary's address",
+        );
     } else if read_only == "on" {
         let advice = "unset it for this role and database: alter role … reset default_transaction_read_only";
         findings.fail("primary", "default_transaction_read_only is on", advice);
@@ -101,7 +139,10 @@ async fn durability(pool: &Pool, findings: &mut Findings) -> Result<(), Error> {
         None => findings.ok("durability", "fsync, full_page_writes and synchronous_commit are on"),
         Some(lossy) => findings.fail(
             "durability",
-            format!("{} is {}: a crash of PostgreSQL would lose receipts that were acknowledged", lossy.setting, lossy.value),
+            format!(
+                "{} is {}: a crash of PostgreSQL would lose receipts that were acknowledged",
+                lossy.setting, lossy.value
+            ),
             "turn it on; `serve` refuses this server otherwise",
         ),
     }
@@ -128,7 +169,12 @@ async fn clock(pool: &Pool, findings: &mut Findings) -> Result<(), Error> {
     let mut best: Option<(Duration, f64)> = None;
     for _ in 0..READINGS {
         let (before, began) = (machine_time(), Instant::now());
-        let [text] = row(pool, "read the clock", "select extract(epoch from clock_timestamp())::text").await?;
+        let [text] = row(
+            pool,
+            "read the clock",
+            "select extract(epoch from clock_timestamp())::text",
+        )
+        .await?;
         let took = began.elapsed();
         let here = before + took.as_secs_f64() / 2.0;
         let ahead = text.parse::<f64>().unwrap_or(here) - here;
@@ -144,14 +190,21 @@ async fn clock(pool: &Pool, findings: &mut Findings) -> Result<(), Error> {
         took.as_secs_f64() / 2.0,
     );
     if ahead.abs() - took.as_secs_f64() / 2.0 > CLOSE.as_secs_f64() {
-        findings.warn("clock", what, "synchronise both; PostgreSQL's decides about leases and expiry, so results are not at risk");
+        findings.warn(
+            "clock",
+            what,
+            "synchronise both; PostgreSQL's decides about leases and expiry, so results are not at risk",
+        );
     } else {
         findings.ok("clock", what);
     }
     Ok(())
 }
 
-#[expect(clippy::disallowed_methods, reason = "the difference to PostgreSQL's clock is what is measured")]
+#[expect(
+    clippy::disallowed_methods,
+    reason = "the difference to PostgreSQL's clock is what is measured"
+)]
 fn machine_time() -> f64 {
     let since = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH);
     since.map_or(0.0, |since| since.as_secs_f64())
@@ -171,12 +224,19 @@ async fn connections(pool: &Pool, settings: &Database, findings: &mut Findings) 
     )
     .await?;
     let number = |text: &str| text.parse::<i64>().unwrap_or(0);
-    let limits = [number(&of_role), number(&of_database)].into_iter().filter(|limit| *limit >= 0);
+    let limits = [number(&of_role), number(&of_database)]
+        .into_iter()
+        .filter(|limit| *limit >= 0);
     let usable = limits.fold(number(&most) - number(&reserved), i64::min);
     let (ours, open) = (i64::from(settings.max_connections), number(&open));
-    let what = format!("{open} connections of {usable} usable ones are open; one process of the service takes up to {ours}");
+    let what =
+        format!("{open} connections of {usable} usable ones are open; one process of the service takes up to {ours}");
     if ours > usable {
-        findings.fail("connections", what, "lower max_connections under [database], or raise PostgreSQL's");
+        findings.fail(
+            "connections",
+            what,
+            "lower max_connections under [database], or raise PostgreSQL's",
+        );
     } else if open + ours > usable {
         let advice = "lower max_connections under [database], raise PostgreSQL's, or put a pooler in between; all processes together must fit";
         findings.warn("connections", what, advice);
@@ -197,27 +257,50 @@ async fn migrations(pool: &Pool, findings: &mut Findings) -> Result<bool, Error>
         }
         Err(migrate::Error::Database(error)) => return Err(error),
         Err(error) => {
-            findings.fail("migrations", chain(&error), "do not serve with this release until that is cleared up");
+            findings.fail(
+                "migrations",
+                chain(&error),
+                "do not serve with this release until that is cleared up",
+            );
             return Ok(true);
         }
     };
     if !status.pending.is_empty() {
         let what = format!("the database lacks {}", status.pending.join(", "));
-        findings.fail("migrations", what, "run `opledger migrate --grant-to ROLE` with the owner's address");
+        findings.fail(
+            "migrations",
+            what,
+            "run `opledger migrate --grant-to ROLE` with the owner's address",
+        );
         return Ok(false);
     }
     if status.newer.is_empty() {
         findings.ok("migrations", "the database has this release's tables");
     } else {
-        findings.warn("migrations", "a later release has migrated this database", "upgrade this one soon");
+        findings.warn(
+            "migrations",
+            "a later release has migrated this database",
+            "upgrade this one soon",
+        );
     }
     Ok(true)
 }
 
 async fn handlers(pool: &Pool, config: &Config, findings: &mut Findings) -> Result<(), Error> {
-    let faults = app::handler_faults(pool, &config.kinds).await?;
+    let faults = match app::handler_faults(pool, &config.kinds).await {
+        Err(error) if error.sqlstate().as_deref() == Some("42501") => {
+            let advice = "grant the role usage on the schemas of its handlers, and execute on the handlers";
+            findings.fail("handlers", chain(&error), advice);
+            return Ok(());
+        }
+        faults => faults?,
+    };
     for fault in &faults {
-        findings.fail("handlers", fault, "`serve` refuses to start with it; correct the function, its rights or the file");
+        findings.fail(
+            "handlers",
+            fault,
+            "`serve` refuses to start with it; correct the function, its rights or the file",
+        );
     }
     if faults.is_empty() && config.kinds.iter().next().is_some() {
         findings.ok("handlers", "every kind's handler can be called");

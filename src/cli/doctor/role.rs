@@ -9,7 +9,7 @@ use crate::postgres::pool::Pool;
 
 /// What `migrate --grant-to` grants, and whether the role has it.
 const MISSING: &str = "
-    select needed.right || ' on ' || needed.name
+    select needed.privilege || ' on ' || needed.name
     from (values
         ('select', 'ledger.migrations'),
         ('select', 'ledger.tenants'), ('insert', 'ledger.tenants'),
@@ -22,8 +22,8 @@ const MISSING: &str = "
         ('select', 'ledger.history'), ('insert', 'ledger.history'), ('delete', 'ledger.history'),
         ('select', 'ledger.deliveries'), ('insert', 'ledger.deliveries'), ('update', 'ledger.deliveries'),
         ('delete', 'ledger.deliveries')
-    ) as needed (right, name)
-    where not has_table_privilege(needed.name, needed.right)
+    ) as needed (privilege, name)
+    where not has_table_privilege(needed.name, needed.privilege)
     union all
     select 'execute on ledger.apply'
     where not has_function_privilege('ledger.apply(text, jsonb, jsonb)', 'execute')";
@@ -46,14 +46,29 @@ pub async fn examine(pool: &Pool, findings: &mut Findings) -> Result<(), Error> 
     }
     let advice = format!("run `opledger migrate --grant-to {role}` with the owner's address");
     if usage != "true" {
-        findings.fail("rights", format!("the role {role} may not use the schema ledger"), advice);
+        findings.fail(
+            "rights",
+            format!("the role {role} may not use the schema ledger"),
+            advice,
+        );
         return Ok(());
     }
-    let missing: Vec<String> = rows(pool, "read the role's rights", MISSING).await?.iter().map(|row| row.get(0)).collect();
+    let missing: Vec<String> = rows(pool, "read the role's rights", MISSING)
+        .await?
+        .iter()
+        .map(|row| row.get(0))
+        .collect();
     if missing.is_empty() {
-        findings.ok("rights", format!("the role {role} has the rights that the service needs"));
+        findings.ok(
+            "rights",
+            format!("the role {role} has the rights that the service needs"),
+        );
     } else {
-        findings.fail("rights", format!("the role {role} lacks {}", missing.join(", ")), advice);
+        findings.fail(
+            "rights",
+            format!("the role {role} lacks {}", missing.join(", ")),
+            advice,
+        );
     }
     excess(pool, &role, findings).await
 }
@@ -72,12 +87,23 @@ async fn excess(pool: &Pool, role: &str, findings: &mut Findings) -> Result<(), 
     .await?;
     if owned != "0" {
         let what = format!("the role {role} owns {owned} objects in this database, or is a member of a role that does");
-        findings.warn("role", what, "let another role own them; the service needs to own nothing");
+        findings.warn(
+            "role",
+            what,
+            "let another role own them; the service needs to own nothing",
+        );
     } else if rewrites == "true" {
         let what = format!("the role {role} may rewrite receipts or history");
-        findings.warn("role", what, format!("revoke update on ledger.receipts, ledger.history from {role}"));
+        findings.warn(
+            "role",
+            what,
+            format!("revoke update on ledger.receipts, ledger.history from {role}"),
+        );
     } else {
-        findings.ok("role", format!("the role {role} owns nothing and cannot rewrite receipts"));
+        findings.ok(
+            "role",
+            format!("the role {role} owns nothing and cannot rewrite receipts"),
+        );
     }
     Ok(())
 }

@@ -14,7 +14,10 @@ use crate::postgres::error::{Error, Trouble};
 use crate::postgres::pool::{OpenError, Options, Pool};
 use crate::postgres::session::{Limits, Session};
 
-const LIMITS: Limits = Limits { lock: Duration::from_secs(5), statement: Duration::from_secs(10) };
+const LIMITS: Limits = Limits {
+    lock: Duration::from_secs(5),
+    statement: Duration::from_secs(10),
+};
 
 /// Keys read at once.
 const PAGE: i64 = 500;
@@ -29,7 +32,11 @@ pub async fn create(
 ) -> Result<Created, Failure> {
     let secret = Secret::generate(tenant)
         .map_err(|error| Failure::other(format!("this machine gives no randomness for a new key: {error}")))?;
-    let new = NewKey { role, label: label.to_owned(), kinds: kinds.map(<[String]>::to_vec) };
+    let new = NewKey {
+        role,
+        label: label.to_owned(),
+        kinds: kinds.map(<[String]>::to_vec),
+    };
     let key = within(database, async |session| {
         tenant::ensure(session, tenant).await?;
         key::create(session, &secret, &new).await
@@ -74,8 +81,14 @@ pub async fn change(
     label: Option<&str>,
     kinds: Option<Option<&[String]>>,
 ) -> Result<Key, Failure> {
-    let change = Change { label: label.map(str::to_owned), kinds: kinds.map(|kinds| kinds.map(<[String]>::to_vec)) };
-    let changed = within(database, async |session| key::change(session, tenant, key_id, &change).await).await?;
+    let change = Change {
+        label: label.map(str::to_owned),
+        kinds: kinds.map(|kinds| kinds.map(<[String]>::to_vec)),
+    };
+    let changed = within(database, async |session| {
+        key::change(session, tenant, key_id, &change).await
+    })
+    .await?;
     changed.map(Key::from).ok_or_else(|| missing(tenant, key_id))
 }
 
@@ -101,7 +114,10 @@ async fn within<T>(
 
 fn not_opened(error: &OpenError) -> Failure {
     match error {
-        OpenError::Url(_) => Failure { exit: Exit::Usage, ..Failure::other(chain(error)) },
+        OpenError::Url(_) => Failure {
+            exit: Exit::Usage,
+            ..Failure::other(chain(error))
+        },
         OpenError::Connect { .. } => Failure::unavailable("database-not-reached", chain(error)),
     }
 }
@@ -109,9 +125,9 @@ fn not_opened(error: &OpenError) -> Failure {
 fn failed(error: &Error) -> Failure {
     let detail = chain(error);
     match (error.sqlstate().as_deref(), error.trouble()) {
-        (Some("42P01" | "3F000"), _) => {
-            Failure::other(format!("{detail}; the database lacks the ledger's tables: run `opledger migrate` first"))
-        }
+        (Some("42P01" | "3F000"), _) => Failure::other(format!(
+            "{detail}; the database lacks the ledger's tables: run `opledger migrate` first"
+        )),
         (Some("42501"), _) => Failure::other(format!(
             "{detail}; this role has not the rights: run `opledger migrate --grant-to ROLE` as the owner, or use the owner's address"
         )),

@@ -78,7 +78,11 @@ struct Event<'a> {
 
 impl Receipt<'_> {
     pub fn render(&self, replayed: bool) -> String {
-        let state = if replayed { format!("{} (replayed: nothing was done again)", self.state) } else { self.state.clone() };
+        let state = if replayed {
+            format!("{} (replayed: nothing was done again)", self.state)
+        } else {
+            self.state.clone()
+        };
         lines(&[
             ("operation", self.operation_id.clone()),
             ("kind", self.kind.clone()),
@@ -105,14 +109,27 @@ impl Accepted {
 impl Operation<'_> {
     pub fn render(&self) -> String {
         let receipt = self.receipt.as_ref();
-        let receipt = receipt.map(|stored| format!("{}, {} bytes, SHA-256 {}", stored.status, stored.size, stored.body_sha256));
+        let receipt = receipt.map(|stored| {
+            format!(
+                "{}, {} bytes, SHA-256 {}",
+                stored.status, stored.size, stored.body_sha256
+            )
+        });
         lines(&[
             ("operation", self.operation_id.clone()),
             ("kind", self.kind.clone()),
             ("performed by", self.target.clone()),
             ("state", self.state.clone()),
             ("fingerprint", self.fingerprint.clone()),
-            ("counts", format!("{} deliveries, {} attempts, {} effects", self.deliveries, self.attempts, self.effects())),
+            (
+                "counts",
+                format!(
+                    "{} deliveries, {} attempts, {} effects",
+                    self.deliveries,
+                    self.attempts,
+                    self.effects()
+                ),
+            ),
             ("requested by", self.requested_by.clone()),
             ("run", one_line(self.run)),
             ("reference", or_none(self.external_reference.as_deref())),
@@ -124,13 +141,22 @@ impl Operation<'_> {
     }
 
     fn effects(&self) -> String {
-        self.effects.map_or_else(|| "unknown".to_owned(), |effects| effects.to_string())
+        self.effects
+            .map_or_else(|| "unknown".to_owned(), |effects| effects.to_string())
     }
 }
 
 /// A page of operations, a line each.
 pub fn operations(items: &[Box<RawValue>]) -> Result<String, Failure> {
-    let mut table = Table::with_header(&["CREATED", "STATE", "KIND", "DELIVERIES", "ATTEMPTS", "EFFECTS", "OPERATION"]);
+    let mut table = Table::with_header(&[
+        "CREATED",
+        "STATE",
+        "KIND",
+        "DELIVERIES",
+        "ATTEMPTS",
+        "EFFECTS",
+        "OPERATION",
+    ]);
     for item in items {
         let operation: Operation<'_> = serde_json::from_str(item.get())
             .map_err(|_| Failure::other("the service listed something that is no operation; is it a later release?"))?;
@@ -186,7 +212,10 @@ mod tests {
             \"result\":{\"n\":12233344445555567,\"d\":0.1000,\"s\":\"\u{9b}31m\"},\"settled_at\":\"2026-01-01T00:00:00.000000Z\"}";
         let receipt: Receipt<'_> = serde_json::from_str(body).unwrap();
         let text = receipt.render(true);
-        assert!(text.contains(r#"{"n":12233344445555567,"d":0.1000,"s":"\u{9b}31m"}"#), "{text}");
+        assert!(
+            text.contains(r#"{"n":12233344445555567,"d":0.1000,"s":"\u{9b}31m"}"#),
+            "{text}"
+        );
         assert!(text.contains("replayed"));
     }
 
@@ -196,6 +225,9 @@ mod tests {
             "reason":"no\nmoney\u001b[2J","evidence":{"sqlstate":"OL001"}}],"more":1}"#;
         let text = history(&serde_json::from_str(body).unwrap());
         assert_eq!(text.lines().count(), 2);
-        assert!(text.contains(r"no\u{a}money\u{1b}[2J") && text.contains(r#"{"sqlstate":"OL001"}"#), "{text}");
+        assert!(
+            text.contains(r"no\u{a}money\u{1b}[2J") && text.contains(r#"{"sqlstate":"OL001"}"#),
+            "{text}"
+        );
     }
 }

@@ -8,7 +8,8 @@ use serde::Serialize;
 use serde_json::value::RawValue;
 
 use super::{PreferArgs, settled};
-use crate::cli::client::{Client, Request, RetryArgs, TimeArgs};
+use crate::cli::client::retry::RetryArgs;
+use crate::cli::client::{Client, Request, TimeArgs};
 use crate::cli::exit::{self, Exit, Failure};
 use crate::config::ClientArgs;
 use crate::ledger::operation_id::OperationId;
@@ -163,7 +164,9 @@ mod tests {
     }
 
     fn composed(payload: &str, more: &[&str]) -> Result<String, Failure> {
-        let line = ["submit", "--kind", "order.refund", "--id", "a", "--payload", payload].into_iter().chain(more.iter().copied());
+        let line = ["submit", "--kind", "order.refund", "--id", "a", "--payload", payload]
+            .into_iter()
+            .chain(more.iter().copied());
         let args = Line::try_parse_from(line).unwrap().args;
         compose(&args.kind, &args.payload.read()?, &args).map(|body| String::from_utf8(body).unwrap())
     }
@@ -174,20 +177,35 @@ mod tests {
         let body = composed(payload, &[]).unwrap();
         assert_eq!(body, format!(r#"{{"kind":"order.refund","payload":{payload}}}"#));
         assert!(composed("-5", &[]).is_ok(), "a number below zero is no flag");
-        assert!(composed(&("[".repeat(2_000) + &"]".repeat(2_000)), &[]).is_ok(), "how deep is the service's to say");
+        assert!(
+            composed(&("[".repeat(2_000) + &"]".repeat(2_000)), &[]).is_ok(),
+            "how deep is the service's to say"
+        );
     }
 
     #[test]
     fn no_payload_becomes_a_member_beside_itself() {
         for bad in [r#"1},"mode":"plan""#, "1 2", "", "{", "{'a':1}", "nul", "\u{feff}1"] {
             let refused = composed(bad, &[]).unwrap_err();
-            assert_eq!((refused.exit, refused.code), (Exit::Refused, "payload-invalid"), "{bad}");
+            assert_eq!(
+                (refused.exit, refused.code),
+                (Exit::Refused, "payload-invalid"),
+                "{bad}"
+            );
         }
     }
 
     #[test]
     fn members_are_sent_only_when_given() {
-        let more = ["--engine", "dbos", "--attempt", "2", "--plan", "--external-reference", "x\"y"];
+        let more = [
+            "--engine",
+            "dbos",
+            "--attempt",
+            "2",
+            "--plan",
+            "--external-reference",
+            "x\"y",
+        ];
         let body = composed("null", &more).unwrap();
         assert_eq!(
             body,

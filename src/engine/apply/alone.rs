@@ -15,11 +15,11 @@ use crate::engine::outcome::{Known, Outcome, Refusal, after};
 use crate::ledger::operation::StateName;
 use crate::ledger::operation_id::OperationId;
 use crate::ledger::plan::{self, Beginning, Fence};
+use crate::ledger::read;
 use crate::ledger::receipt::{self, Raised, Receipt};
 use crate::ledger::settlement::{self, Applied, Call};
 use crate::ledger::submission::Submission;
 use crate::ledger::tenant::Tenant;
-use crate::ledger::read;
 use crate::postgres::error::{Error as DatabaseError, Trouble, backoff};
 use crate::postgres::session::{Limits, Session};
 
@@ -32,7 +32,9 @@ const TROUBLE_DELAY: Duration = Duration::from_secs(5);
 /// Runs a member to its outcome and answers it.
 pub async fn run(apply: Arc<Apply>, member: Member) {
     // Closed only with the process.
-    let Ok(_permit) = apply.alone.clone().acquire_owned().await else { return };
+    let Ok(_permit) = apply.alone.clone().acquire_owned().await else {
+        return;
+    };
     let registered = Registered::new(&apply, &member.submission);
     let outcome = settle(&apply, &member).await;
     if let Ok(outcome) = &outcome {
@@ -65,10 +67,20 @@ impl<'a> Registered<'a> {
         // Two deliveries may both have been on their way when neither ran; the first stays the one to wait for.
         let vacant = !running.contains_key(&key);
         if vacant {
-            running.insert(key.clone(), Running { known, finished: receiver });
+            running.insert(
+                key.clone(),
+                Running {
+                    known,
+                    finished: receiver,
+                },
+            );
         }
         drop(running);
-        Self { apply, key, finished: vacant.then_some(finished) }
+        Self {
+            apply,
+            key,
+            finished: vacant.then_some(finished),
+        }
     }
 }
 
@@ -98,7 +110,11 @@ async fn settle(apply: &Apply, member: &Member) -> Result<Outcome, Refusal> {
             Ok(Tried::Passing(raised)) => raised.message,
             Err(error) => match fate(&error) {
                 Fate::Passing => error.to_string(),
-                Fate::Twin => return Ok(Outcome::InProgress { operation: known(&member.submission, None) }),
+                Fate::Twin => {
+                    return Ok(Outcome::InProgress {
+                        operation: known(&member.submission, None),
+                    });
+                }
                 Fate::Lasting => return give_up(apply, member, "internal error", Refusal::Internal).await,
             },
         };
@@ -158,7 +174,10 @@ fn fate(error: &Error) -> Fate {
 /// One transaction.
 async fn attempt(apply: &Apply, member: &Member) -> Result<Tried, Error> {
     let submission = &*member.submission;
-    let limits = Limits { lock: apply.settings.duplicate_wait, statement: submission.kind.timeout };
+    let limits = Limits {
+        lock: apply.settings.duplicate_wait,
+        statement: submission.kind.timeout,
+    };
     let mut session = apply.pool.transaction(limits).await?;
     let attempt = match begin(apply, &mut session, submission, member.work).await? {
         Begun::Ours { attempt } => attempt,
@@ -187,8 +206,14 @@ async fn attempt(apply: &Apply, member: &Member) -> Result<Tried, Error> {
             return Ok(Tried::Broken(raised));
         }
     };
-    let times =
-        plan::settle(&mut session, &submission.tenant, &submission.id, state, submission.kind.retention).await?;
+    let times = plan::settle(
+        &mut session,
+        &submission.tenant,
+        &submission.id,
+        state,
+        submission.kind.retention,
+    )
+    .await?;
     let receipt = Arc::new(receipt.at(submission, attempt, times));
     let settled = settlement::Settled {
         id: &submission.id,
@@ -222,24 +247,35 @@ enum Begun {
 async fn begin(apply: &Apply, session: &mut Session, submission: &Submission, work: Work) -> Result<Begun, Error> {
     let ours = match work {
         Work::First => {
-            let beginning = Beginning::Claimed { instance: apply.instance };
-            let stored = plan::store(session, submission, beginning).await.map_err(|error| match error.trouble() {
-                // The only lock this insert can wait for is a rival's claim of the same id.
-                Trouble::LockTimeout => Error::Twin,
-                Trouble::Passing | Trouble::Lasting => error.into(),
-            })?;
+            let beginning = Beginning::Claimed {
+                instance: apply.instance,
+            };
+            let stored = plan::store(session, submission, beginning)
+                .await
+                .map_err(|error| match error.trouble() {
+                    // The only lock this insert can wait for is a rival's claim of the same id.
+                    Trouble::LockTimeout => Error::Twin,
+                    Trouble::Passing | Trouble::Lasting => error.into(),
+                })?;
             stored.then_some(1)
         }
         Work::Claimed { attempt, .. } => {
-            let fence = Fence { attempt, instance: apply.instance };
-            plan::hold(session, &submission.tenant, &submission.id, fence).await?.map(|()| attempt)
+            let fence = Fence {
+                attempt,
+                instance: apply.instance,
+            };
+            plan::hold(session, &submission.tenant, &submission.id, fence)
+                .await?
+                .map(|()| attempt)
         }
     };
     if let Some(attempt) = ours {
         return Ok(Begun::Ours { attempt });
     }
     let found = read::one(session, &submission.tenant, &submission.id).await?;
-    Ok(found.map_or(Begun::Gone, |operation| Begun::Told(Outcome::of(&operation, &submission.fingerprint))))
+    Ok(found.map_or(Begun::Gone, |operation| {
+        Begun::Told(Outcome::of(&operation, &submission.fingerprint))
+    }))
 }
 
 /// Runs the handler and its deferred constraints behind a savepoint, so that a refusal by either undoes the effect and
@@ -247,12 +283,18 @@ async fn begin(apply: &Apply, session: &mut Session, submission: &Submission, wo
 async fn apply_one(session: &mut Session, submission: &Submission, attempt: i32) -> Result<Applied, DatabaseError> {
     session.savepoint().await?;
     let operation = submission.operation_argument(attempt);
-    let call =
-        Call { handler: submission.kind.handler.quoted(), payload: &submission.canonical, operation: &operation };
+    let call = Call {
+        handler: submission.kind.handler.quoted(),
+        payload: &submission.canonical,
+        operation: &operation,
+    };
     let applied = settlement::apply_all(session, &[call]).await?.pop();
     let Some(Applied::Returned(result)) = applied else {
         // One call gives one row.
-        return applied.ok_or(DatabaseError { doing: "run the handler", source: sqlx::Error::RowNotFound });
+        return applied.ok_or(DatabaseError {
+            doing: "run the handler",
+            source: sqlx::Error::RowNotFound,
+        });
     };
     match settlement::check_constraints(session).await {
         Ok(()) => Ok(Applied::Returned(result)),
@@ -288,7 +330,10 @@ impl Written {
 async fn broken(apply: &Apply, member: &Member, raised: Raised) -> Outcome {
     let evidence = settlement::evidence_json(&raised);
     put_back(apply, member, BROKEN_DELAY, "the handler is broken", Some(&evidence)).await;
-    Outcome::HandlerBroken { id: member.submission.id.clone(), raised }
+    Outcome::HandlerBroken {
+        id: member.submission.id.clone(),
+        raised,
+    }
 }
 
 async fn give_up(apply: &Apply, member: &Member, reason: &str, refusal: Refusal) -> Result<Outcome, Refusal> {
@@ -299,9 +344,14 @@ async fn give_up(apply: &Apply, member: &Member, reason: &str, refusal: Refusal)
 /// Puts a stored operation back to wait. The row names this living process as its claimer, so nobody else would: this
 /// goes on until it is written, or the process stops and its claims lapse.
 async fn put_back(apply: &Apply, member: &Member, delay: Duration, reason: &str, evidence: Option<&str>) {
-    let Work::Claimed { attempt, .. } = member.work else { return };
+    let Work::Claimed { attempt, .. } = member.work else {
+        return;
+    };
     let (tenant, id) = (member.tenant(), member.id());
-    let fence = Fence { attempt, instance: apply.instance };
+    let fence = Fence {
+        attempt,
+        instance: apply.instance,
+    };
     for tried in 0.. {
         match wait(apply, tenant, id, fence, delay, reason, evidence).await {
             Ok(()) => return,
@@ -326,7 +376,10 @@ async fn wait(
     reason: &str,
     evidence: Option<&str>,
 ) -> Result<(), DatabaseError> {
-    let limits = Limits { lock: apply.settings.duplicate_wait, statement: apply.settings.group_statement };
+    let limits = Limits {
+        lock: apply.settings.duplicate_wait,
+        statement: apply.settings.group_statement,
+    };
     let mut session = apply.pool.transaction(limits).await?;
     plan::wait(&mut session, tenant, id, fence, delay, reason, evidence).await?;
     session.commit().await

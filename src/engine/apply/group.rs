@@ -75,7 +75,10 @@ async fn commit(apply: &Apply, kept: &mut Option<Session>, group: &[Member]) -> 
         Some(session) => session,
         None => apply.pool.session().await?,
     };
-    let limits = Limits { lock: apply.settings.group_lock, statement: apply.settings.group_statement };
+    let limits = Limits {
+        lock: apply.settings.group_lock,
+        statement: apply.settings.group_statement,
+    };
     session.begin(limits).await?;
     let submissions: Vec<&Submission> = group.iter().map(|member| &*member.submission).collect();
     let endings = fill(apply, &mut session, &submissions).await?;
@@ -89,15 +92,22 @@ async fn commit(apply: &Apply, kept: &mut Option<Session>, group: &[Member]) -> 
 /// Claims, runs and settles within the open transaction.
 async fn fill(apply: &Apply, session: &mut Session, submissions: &[&Submission]) -> Result<Vec<Ending>, Error> {
     // The queue gives out groups of one tenant.
-    let Some(tenant) = submissions.first().map(|submission| &submission.tenant) else { return Ok(Vec::new()) };
+    let Some(tenant) = submissions.first().map(|submission| &submission.tenant) else {
+        return Ok(Vec::new());
+    };
     let claimed = claim::claim_all(session, tenant, submissions).await?;
-    let (winners, losers): (Vec<&Submission>, Vec<&Submission>) =
-        submissions.iter().partition(|submission| claimed.contains_key(submission.id.as_str()));
+    let (winners, losers): (Vec<&Submission>, Vec<&Submission>) = submissions
+        .iter()
+        .partition(|submission| claimed.contains_key(submission.id.as_str()));
     let mut outcomes = settle(apply, session, tenant, &winners, &claimed).await?;
     outcomes.extend(told(session, tenant, &losers).await?);
     Ok(submissions
         .iter()
-        .map(|submission| outcomes.remove(submission.id.as_str()).map_or(Ending::Alone, Ending::Answer))
+        .map(|submission| {
+            outcomes
+                .remove(submission.id.as_str())
+                .map_or(Ending::Alone, Ending::Answer)
+        })
         .collect())
 }
 
@@ -114,7 +124,10 @@ async fn told(session: &mut Session, tenant: &Tenant, losers: &[&Submission]) ->
         .iter()
         .filter_map(|operation| {
             let submission = losers.iter().find(|submission| submission.id == operation.id)?;
-            Some((operation.id.as_str().to_owned(), Outcome::of(operation, &submission.fingerprint)))
+            Some((
+                operation.id.as_str().to_owned(),
+                Outcome::of(operation, &submission.fingerprint),
+            ))
         })
         .collect())
 }
@@ -143,7 +156,9 @@ async fn settle(
     let mut decided = Vec::with_capacity(winners.len());
     let mut withdrawn = Vec::new();
     for (submission, applied) in winners.iter().copied().zip(apply_all(session, winners).await?) {
-        let Some(times) = claimed.get(submission.id.as_str()).copied() else { continue };
+        let Some(times) = claimed.get(submission.id.as_str()).copied() else {
+            continue;
+        };
         match applied {
             Applied::Returned(result) => {
                 let receipt = Receipt::succeeded(described(submission, times), &result);
@@ -151,7 +166,13 @@ async fn settle(
             }
             Applied::Refused(raised) => {
                 let receipt = Receipt::failed(described(submission, times), &raised);
-                decided.push(Decided::new(submission, times, StateName::Failed, receipt, Some(raised)));
+                decided.push(Decided::new(
+                    submission,
+                    times,
+                    StateName::Failed,
+                    receipt,
+                    Some(raised),
+                ));
             }
             Applied::Passing(_) => withdrawn.push(submission.id.as_str()),
             Applied::Broken(raised) => {
@@ -170,7 +191,10 @@ async fn settle(
 }
 
 async fn apply_all(session: &mut Session, winners: &[&Submission]) -> Result<Vec<Applied>, DatabaseError> {
-    let arguments: Vec<String> = winners.iter().map(|submission| submission.operation_argument(1)).collect();
+    let arguments: Vec<String> = winners
+        .iter()
+        .map(|submission| submission.operation_argument(1))
+        .collect();
     let calls: Vec<Call<'_>> = winners
         .iter()
         .zip(&arguments)
@@ -194,7 +218,11 @@ async fn store(
     }
     let settled: Vec<_> = decided.iter().map(|one| one.settled(&apply.actor)).collect();
     settlement::store_all(session, tenant, &settled).await?;
-    let failed: Vec<&str> = decided.iter().filter(|one| one.state == StateName::Failed).map(|one| one.id()).collect();
+    let failed: Vec<&str> = decided
+        .iter()
+        .filter(|one| one.state == StateName::Failed)
+        .map(|one| one.id())
+        .collect();
     if !failed.is_empty() {
         settlement::mark_failed(session, tenant, &failed).await?;
     }
@@ -219,7 +247,13 @@ impl<'a> Decided<'a> {
         receipt: Receipt,
         raised: Option<Raised>,
     ) -> Self {
-        Self { submission, times, state, receipt: Arc::new(receipt), raised }
+        Self {
+            submission,
+            times,
+            state,
+            receipt: Arc::new(receipt),
+            raised,
+        }
     }
 
     fn id(&self) -> &'a str {
@@ -250,7 +284,13 @@ impl<'a> Decided<'a> {
         };
         let expires_at = self.times.expires_at;
         let serve_until = after(expires_at - self.times.settled_at);
-        let outcome = Outcome::Settled { operation, receipt: self.receipt, expires_at, serve_until, replayed: false };
+        let outcome = Outcome::Settled {
+            operation,
+            receipt: self.receipt,
+            expires_at,
+            serve_until,
+            replayed: false,
+        };
         (self.submission.id.as_str().to_owned(), outcome)
     }
 }
@@ -285,4 +325,3 @@ fn log_failure(error: &Error, members: usize) {
         Error::Read(error) => tracing::error!(error = %error, members, "group rolled back"),
     }
 }
-

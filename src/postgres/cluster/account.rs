@@ -110,8 +110,7 @@ impl Account {
     pub fn give(&self, path: &Path) -> Result<(), Error> {
         match self.switch {
             Switch::Stay => Ok(()),
-            Switch::Drop => lchown(path, Some(self.uid), Some(self.gid))
-                .map_err(file("change the owner of", path)),
+            Switch::Drop => lchown(path, Some(self.uid), Some(self.gid)).map_err(file("change the owner of", path)),
         }
     }
 

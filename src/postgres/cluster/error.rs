@@ -108,11 +108,7 @@ pub enum Error {
          whatever should have buried it (in a container, run an init: docker run --init):\n{tail}",
         data.display()
     )]
-    Occupied {
-        data: PathBuf,
-        seconds: u64,
-        tail: String,
-    },
+    Occupied { data: PathBuf, seconds: u64, tail: String },
 
     #[error(
         "PostgreSQL was not ready within {seconds} s and was stopped; it may have had much to recover, so look in {} \
@@ -148,14 +144,7 @@ pub enum Error {
 }
 
 /// For `map_err`: says what we were doing, and to which path.
-pub(super) fn file(
-    doing: &'static str,
-    path: impl Into<PathBuf>,
-) -> impl FnOnce(io::Error) -> Error {
+pub(super) fn file(doing: &'static str, path: impl Into<PathBuf>) -> impl FnOnce(io::Error) -> Error {
     let path = path.into();
-    move |source| Error::File {
-        doing,
-        path,
-        source,
-    }
+    move |source| Error::File { doing, path, source }
 }

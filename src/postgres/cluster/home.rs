@@ -66,11 +66,9 @@ impl Home {
         let clock = SystemTime::now()
             .duration_since(SystemTime::UNIX_EPOCH)
             .unwrap_or_default();
-        let side = self.dir.join(format!(
-            "{SIDE_PREFIX}{}-{}",
-            std::process::id(),
-            clock.as_nanos()
-        ));
+        let side = self
+            .dir
+            .join(format!("{SIDE_PREFIX}{}-{}", std::process::id(), clock.as_nanos()));
         DirBuilder::new()
             .mode(0o700)
             .create(&side)
@@ -81,9 +79,7 @@ impl Home {
     /// Removes what interrupted starts left. What cannot be removed now is in nobody's way.
     pub fn remove_side_directories(&self) {
         let entries = fs::read_dir(&self.dir).into_iter().flatten().flatten();
-        for entry in
-            entries.filter(|entry| entry.file_name().to_string_lossy().starts_with(SIDE_PREFIX))
-        {
+        for entry in entries.filter(|entry| entry.file_name().to_string_lossy().starts_with(SIDE_PREFIX)) {
             let _ = fs::remove_dir_all(entry.path());
         }
     }
@@ -114,10 +110,7 @@ impl Home {
             log.seek(SeekFrom::Start(length))?;
             log.take(LOG_LIMIT_BYTES).read_to_end(&mut bytes)
         });
-        read.map_or_else(
-            |_| String::new(),
-            |_| String::from_utf8_lossy(&bytes).into_owned(),
-        )
+        read.map_or_else(|_| String::new(), |_| String::from_utf8_lossy(&bytes).into_owned())
     }
 
     /// Removes all that is ours, and the directory itself if nothing else is in it.

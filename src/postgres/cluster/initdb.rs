@@ -12,11 +12,7 @@ use super::locate::Installation;
 /// Makes `data/` unless it is there: beside it first, renamed when initdb has finished and has
 /// synced every file. (Syncing costs about 70 ms of 500; a power cut between an unsynced initdb and
 /// its rename would leave a directory that looks whole and is not.)
-pub fn make_data_directory(
-    home: &Home,
-    installation: &Installation,
-    account: &Account,
-) -> Result<(), Error> {
+pub fn make_data_directory(home: &Home, installation: &Installation, account: &Account) -> Result<(), Error> {
     home.remove_side_directories();
     if is_present(&home.data())? {
         return Ok(());
@@ -33,12 +29,7 @@ pub fn make_data_directory(
     made.and_then(|()| sync_directory(home.dir()))
 }
 
-fn run_initdb(
-    side: &Path,
-    home: &Home,
-    installation: &Installation,
-    account: &Account,
-) -> Result<(), Error> {
+fn run_initdb(side: &Path, home: &Home, installation: &Installation, account: &Account) -> Result<(), Error> {
     let program = installation.initdb();
     let mut command = account.command(&program, home);
     command.arg("--pgdata").arg(side);

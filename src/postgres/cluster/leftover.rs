@@ -30,12 +30,7 @@ pub fn stop(data: &Path) {
 /// A number below two is no server: zero and negative ones address whole groups.
 fn named_in(data: &Path) -> Option<i32> {
     let file = fs::read_to_string(data.join("postmaster.pid")).ok()?;
-    file.lines()
-        .next()?
-        .trim()
-        .parse()
-        .ok()
-        .filter(|&pid| pid > 1)
+    file.lines().next()?.trim().parse().ok().filter(|&pid| pid > 1)
 }
 
 /// The number may belong to some other process by now, so look at what it runs: we always start

@@ -47,11 +47,7 @@ impl Installation {
 impl Version {
     /// Reads `postgres (PostgreSQL) 15.18 (Debian 15.18-0+deb12u1)`.
     pub fn parse(answer: &str) -> Option<Self> {
-        let text = answer
-            .split_once("(PostgreSQL)")?
-            .1
-            .split_whitespace()
-            .next()?;
+        let text = answer.split_once("(PostgreSQL)")?.1.split_whitespace().next()?;
         Some(Self {
             major: leading_number(text)?,
             text: text.to_owned(),
@@ -68,8 +64,7 @@ pub fn find(
 ) -> Result<Installation, Error> {
     let mut misfit = None;
     for bin_dir in search.candidates()? {
-        let fitting =
-            version_of(&bin_dir.join("postgres")).and_then(|version| fit(&bin_dir, version, data));
+        let fitting = version_of(&bin_dir.join("postgres")).and_then(|version| fit(&bin_dir, version, data));
         match fitting {
             Ok(version) => return Ok(Installation { bin_dir, version }),
             Err(error) => misfit = misfit.or(Some(error)),
@@ -201,9 +196,7 @@ fn advice_for(os_release: &str) -> &'static str {
     };
     let families = [value("ID="), value("ID_LIKE=")];
     // A derived system names its own id first and those it is like after.
-    let mut ids = families
-        .iter()
-        .flat_map(|ids| ids.trim_matches('"').split_whitespace());
+    let mut ids = families.iter().flat_map(|ids| ids.trim_matches('"').split_whitespace());
     ids.find_map(|id| match id {
         "debian" | "ubuntu" => Some("apt-get install postgresql"),
         "fedora" | "rhel" | "centos" => Some("dnf install postgresql-server"),
@@ -224,19 +217,13 @@ mod tests {
         let read = |answer| Version::parse(answer).map(|version| (version.major, version.text));
         let debian = "postgres (PostgreSQL) 15.18 (Debian 15.18-0+deb12u1)\n";
         assert_eq!(read(debian), Some((15, "15.18".into())));
-        assert_eq!(
-            read("postgres (PostgreSQL) 19beta1"),
-            Some((19, "19beta1".into()))
-        );
+        assert_eq!(read("postgres (PostgreSQL) 19beta1"), Some((19, "19beta1".into())));
         assert_eq!(read("hello"), None);
     }
 
     #[test]
     fn the_advice_names_this_systems_package() {
-        assert_eq!(
-            advice_for("ID=ubuntu\nID_LIKE=debian\n"),
-            "apt-get install postgresql"
-        );
+        assert_eq!(advice_for("ID=ubuntu\nID_LIKE=debian\n"), "apt-get install postgresql");
         assert_eq!(
             advice_for("ID=\"rocky\"\nID_LIKE=\"rhel centos fedora\"\n"),
             "dnf install postgresql-server"
@@ -278,29 +265,18 @@ mod tests {
             usual_places: places.to_vec(),
         };
         let version_of = |postgres: &Path| {
-            let major = postgres
-                .parent()
-                .unwrap()
-                .file_name()
-                .unwrap()
-                .to_str()
-                .unwrap();
+            let major = postgres.parent().unwrap().file_name().unwrap().to_str().unwrap();
             Ok(Version {
                 major: major.parse().unwrap(),
                 text: format!("{major}.1"),
             })
         };
-        let found = |data: &Path| {
-            find(&search, data, version_of).map(|installation| installation.version.major)
-        };
+        let found = |data: &Path| find(&search, data, version_of).map(|installation| installation.version.major);
 
         assert_eq!(found(root.path()).unwrap(), 17);
         fs::write(root.path().join("PG_VERSION"), "15\n").unwrap();
         assert_eq!(found(root.path()).unwrap(), 15);
         fs::write(root.path().join("PG_VERSION"), "16\n").unwrap();
-        assert!(matches!(
-            found(root.path()),
-            Err(Error::OtherMajor { made_by: 16, .. })
-        ));
+        assert!(matches!(found(root.path()), Err(Error::OtherMajor { made_by: 16, .. })));
     }
 }

@@ -21,12 +21,7 @@ impl Lock {
     pub fn take(home: &Home) -> Result<Self, Error> {
         let path = home.lock_file();
         let mut options = OpenOptions::new();
-        options
-            .create(true)
-            .truncate(false)
-            .read(true)
-            .write(true)
-            .mode(0o644);
+        options.create(true).truncate(false).read(true).write(true).mode(0o644);
         let lock = options.open(&path).map_err(file("open", &path))?;
         match lock.try_lock() {
             Ok(()) => {

@@ -102,11 +102,9 @@ impl Server {
             .stdin(Stdio::null())
             .stdout(Stdio::null())
             .stderr(log);
-        let child = command.spawn().map_err(|source| {
-            launch
-                .account
-                .failed_to_run(&launch.program, &launch.home, source)
-        })?;
+        let child = command
+            .spawn()
+            .map_err(|source| launch.account.failed_to_run(&launch.program, &launch.home, source))?;
         Ok(Self {
             child,
             home: launch.home.clone(),

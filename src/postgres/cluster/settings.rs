@@ -71,9 +71,7 @@ pub fn arguments(
 
 fn sizes(lifetime: Lifetime) -> &'static [(&'static str, &'static str)] {
     match lifetime {
-        Lifetime::Kept if has_small_memory() => {
-            &[("shared_buffers", "128MB"), ("max_wal_size", "2GB")]
-        }
+        Lifetime::Kept if has_small_memory() => &[("shared_buffers", "128MB"), ("max_wal_size", "2GB")],
         Lifetime::Kept => &[("shared_buffers", "256MB"), ("max_wal_size", "2GB")],
         // Several test runs may be on one machine at once, and their disks are often small.
         Lifetime::Ephemeral => &[("shared_buffers", "128MB"), ("max_wal_size", "512MB")],

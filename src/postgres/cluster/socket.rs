@@ -82,16 +82,14 @@ fn make(path: &Path, account: &Account) -> Result<(), Error> {
     if !found.is_dir() || !ours {
         return Err(Error::SocketDirectory { path: path.into() });
     }
-    fs::set_permissions(path, Permissions::from_mode(0o700))
-        .map_err(file("set the permissions of", path))?;
+    fs::set_permissions(path, Permissions::from_mode(0o700)).map_err(file("set the permissions of", path))?;
     account.give(path)
 }
 
 /// Short enough; and text without a comma, which URLs and libpq read as the end of a host.
 fn does_for_a_socket(directory: &Path) -> bool {
     let socket = directory.join(SOCKET);
-    socket.as_os_str().len() <= LONGEST_PATH_BYTES
-        && socket.to_str().is_some_and(|path| !path.contains(','))
+    socket.as_os_str().len() <= LONGEST_PATH_BYTES && socket.to_str().is_some_and(|path| !path.contains(','))
 }
 
 /// A short name that follows from the directory alone, so that a killed server's socket is found

@@ -40,11 +40,7 @@ fn query(cluster: &Cluster, sql: &str) -> String {
         ])
         .output()
         .unwrap();
-    assert!(
-        output.status.success(),
-        "{}",
-        String::from_utf8_lossy(&output.stderr)
-    );
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
     String::from_utf8(output.stdout).unwrap().trim().to_owned()
 }
 
@@ -80,12 +76,7 @@ fn pretend(bin_dir: &Path, postgres: &str, initdb: &str) {
     for (name, body) in [("postgres", postgres), ("initdb", initdb)] {
         let script = format!("#!/bin/sh\n{body}\n");
         let write = Command::new("/bin/sh")
-            .args([
-                "-c",
-                r#"printf '%s' "$1" > "$2" && chmod 755 "$2""#,
-                "sh",
-                &script,
-            ])
+            .args(["-c", r#"printf '%s' "$1" > "$2" && chmod 755 "$2""#, "sh", &script])
             .arg(bin_dir.join(name))
             .status();
         assert!(write.unwrap().success());
@@ -104,7 +95,7 @@ fn data_stays_over_a_stop_and_a_start() {
     let begun = Instant::now();
     cluster.stop().unwrap();
     eprintln!("stop: {:?}", begun.elapsed());
-    assert_eq!(servers_of(dir.path()), []);
+    assert_eq!(servers_of(dir.path()), Vec::<u32>::new());
 
     let begun = Instant::now();
     let cluster = start(dir.path());
@@ -115,11 +106,7 @@ fn data_stays_over_a_stop_and_a_start() {
 #[test]
 fn the_server_is_durable_private_and_what_we_asked_for() {
     let dir = scratch();
-    let settings = [
-        ("work_mem", "5MB"),
-        ("fsync", "off"),
-        ("listen_addresses", "*"),
-    ];
+    let settings = [("work_mem", "5MB"), ("fsync", "off"), ("listen_addresses", "*")];
     let settings = settings
         .map(|(name, value)| (name.to_owned(), value.to_owned()))
         .to_vec();
@@ -130,26 +117,15 @@ fn the_server_is_durable_private_and_what_we_asked_for() {
     .unwrap();
 
     let shown = |name: &str| query(&cluster, &format!("show {name}"));
-    for on in [
-        "fsync",
-        "full_page_writes",
-        "synchronous_commit",
-        "data_checksums",
-    ] {
+    for on in ["fsync", "full_page_writes", "synchronous_commit", "data_checksums"] {
         assert_eq!(shown(on), "on", "{on}");
     }
     assert_eq!(shown("listen_addresses"), "");
     assert_eq!(shown("work_mem"), "5MB");
     assert_eq!(shown("server_encoding"), "UTF8");
     assert_eq!(shown("lc_collate"), "C");
-    assert_eq!(
-        shown("server_version").split(' ').next(),
-        Some(cluster.version())
-    );
-    let mode = fs::metadata(cluster.socket_dir())
-        .unwrap()
-        .permissions()
-        .mode();
+    assert_eq!(shown("server_version").split(' ').next(), Some(cluster.version()));
+    let mode = fs::metadata(cluster.socket_dir()).unwrap().permissions().mode();
     assert_eq!(mode & 0o777, 0o700);
 }
 
@@ -205,10 +181,7 @@ fn committed_rows_survive_a_killed_postmaster() {
         cluster.kill();
         cluster.restart().unwrap();
         assert_ne!(cluster.pid(), before);
-        assert_eq!(
-            query(&cluster, "select count(*) from ledger"),
-            n.to_string()
-        );
+        assert_eq!(query(&cluster, "select count(*) from ledger"), n.to_string());
         let _ = busy.wait();
     }
     cluster.stop().unwrap();
@@ -234,10 +207,7 @@ fn of_three_racing_starters_one_wins_and_the_others_learn_who() {
             thread::spawn(move || Cluster::start(&Options::kept(dir)))
         })
         .collect();
-    let results: Vec<_> = racers
-        .into_iter()
-        .map(|racer| racer.join().unwrap())
-        .collect();
+    let results: Vec<_> = racers.into_iter().map(|racer| racer.join().unwrap()).collect();
     let refusals: Vec<_> = results
         .iter()
         .filter_map(|result| result.as_ref().err())
@@ -415,11 +385,7 @@ fn links_on_the_path_lead_to_the_directory_behind_them() {
 #[test]
 fn an_old_server_is_refused() {
     let dir = scratch();
-    pretend(
-        &dir.path().join("bin"),
-        "echo 'postgres (PostgreSQL) 13.9'",
-        "exit 1",
-    );
+    pretend(&dir.path().join("bin"), "echo 'postgres (PostgreSQL) 13.9'", "exit 1");
     let options = Options {
         bin_dir: Some(dir.path().join("bin")),
         ..Options::kept(dir.path().join("home"))
@@ -441,10 +407,7 @@ fn data_of_another_major_version_is_refused() {
         bin_dir: Some(bin_dir),
         ..Options::kept(dir.path())
     });
-    assert!(
-        message.contains("99.1") && message.contains("pg_upgrade"),
-        "{message}"
-    );
+    assert!(message.contains("99.1") && message.contains("pg_upgrade"), "{message}");
 }
 
 #[test]
@@ -485,11 +448,7 @@ fn a_server_that_refuses_a_setting_says_so_at_once() {
 #[test]
 fn the_log_is_set_aside_when_it_has_grown() {
     let dir = scratch();
-    fs::write(
-        dir.path().join("postgres.log"),
-        vec![b'x'; 11 * 1024 * 1024],
-    )
-    .unwrap();
+    fs::write(dir.path().join("postgres.log"), vec![b'x'; 11 * 1024 * 1024]).unwrap();
     let cluster = start(dir.path());
     assert!(fs::metadata(cluster.log()).unwrap().len() < 1024 * 1024);
     assert!(dir.path().join("postgres.log.1").exists());

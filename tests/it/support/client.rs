@@ -56,24 +56,39 @@ impl Answer {
 
     /// Panics unless it is this problem; returns itself.
     pub fn is(self, status: u16, code: &str) -> Self {
-        assert_eq!((self.status, self.code().as_str()), (status, code), "{:?}", String::from_utf8_lossy(&self.body));
+        assert_eq!(
+            (self.status, self.code().as_str()),
+            (status, code),
+            "{:?}",
+            String::from_utf8_lossy(&self.body)
+        );
         self
     }
 }
 
 impl Client {
     pub fn new(address: SocketAddr, key: &str) -> Self {
-        Self { address, key: key.to_owned(), hyper: Hyper::builder(TokioExecutor::new()).build_http() }
+        Self {
+            address,
+            key: key.to_owned(),
+            hyper: Hyper::builder(TokioExecutor::new()).build_http(),
+        }
     }
 
     /// The same key at another service.
     pub fn at(&self, address: SocketAddr) -> Self {
-        Self { address, ..self.clone() }
+        Self {
+            address,
+            ..self.clone()
+        }
     }
 
     /// Another key at the same service.
     pub fn with_key(&self, key: &str) -> Self {
-        Self { key: key.to_owned(), ..self.clone() }
+        Self {
+            key: key.to_owned(),
+            ..self.clone()
+        }
     }
 
     /// Submits an operation.
@@ -101,7 +116,12 @@ impl Client {
 
     /// Deposits into an account: the simplest effect.
     pub async fn deposit(&self, id: &str, account: &str, amount: i64) -> Answer {
-        self.submit(id, "account.deposit", &format!(r#"{{"account":"{account}","amount":{amount}}}"#)).await
+        self.submit(
+            id,
+            "account.deposit",
+            &format!(r#"{{"account":"{account}","amount":{amount}}}"#),
+        )
+        .await
     }
 
     pub async fn get(&self, path: &str) -> Answer {
@@ -110,15 +130,21 @@ impl Client {
 
     /// The operation as it is shown.
     pub async fn operation(&self, id: &str) -> Value {
-        self.get(&format!("/v1/operations/{}", encoded(id))).await.succeeded().json()
+        self.get(&format!("/v1/operations/{}", encoded(id)))
+            .await
+            .succeeded()
+            .json()
     }
 
     pub async fn post(&self, path: &str, body: &str) -> Answer {
-        self.send("POST", path, &[("content-type", "application/json")], body).await
+        self.send("POST", path, &[("content-type", "application/json")], body)
+            .await
     }
 
     pub async fn send(&self, method: &str, path: &str, headers: &[(&str, &str)], body: &str) -> Answer {
-        self.try_send(method, path, headers, Bytes::copy_from_slice(body.as_bytes())).await.unwrap()
+        self.try_send(method, path, headers, Bytes::copy_from_slice(body.as_bytes()))
+            .await
+            .unwrap()
     }
 
     pub async fn try_send(
@@ -141,7 +167,11 @@ impl Client {
         let (parts, body) = response.into_parts();
         // A body that breaks off is for the raw-socket tests; here it is a bug.
         let body = body.collect().await.expect("the whole body arrives").to_bytes();
-        Ok(Answer { status: parts.status.as_u16(), headers: parts.headers, body })
+        Ok(Answer {
+            status: parts.status.as_u16(),
+            headers: parts.headers,
+            body,
+        })
     }
 }
 

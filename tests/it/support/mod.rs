@@ -55,7 +55,9 @@ pub fn shared() -> &'static Shared {
         // PostgreSQL is bound to the thread that starts it: this one lives as long as the run, and no test's would.
         std::thread::spawn(move || {
             let cluster = start_cluster("shared");
-            let shared = Shared { socket: cluster.socket_dir().to_owned() };
+            let shared = Shared {
+                socket: cluster.socket_dir().to_owned(),
+            };
             sender.send(shared).unwrap();
             loop {
                 std::thread::park();
@@ -81,16 +83,21 @@ pub fn start_cluster(name: &str) -> Cluster {
 }
 
 fn block_on<T>(future: impl Future<Output = T>) -> T {
-    tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap().block_on(future)
+    tokio::runtime::Builder::new_current_thread()
+        .enable_all()
+        .build()
+        .unwrap()
+        .block_on(future)
 }
 
 async fn prepare_template(shared: &Shared) {
     let maintenance = PgPool::connect(&shared.url("postgres", "postgres")).await.unwrap();
-    let left: Vec<String> = sqlx::query_scalar("select datname from pg_database where datname like 't\\_%' or datname = $1")
-        .bind(TEMPLATE)
-        .fetch_all(&maintenance)
-        .await
-        .unwrap();
+    let left: Vec<String> =
+        sqlx::query_scalar("select datname from pg_database where datname like 't\\_%' or datname = $1")
+            .bind(TEMPLATE)
+            .fetch_all(&maintenance)
+            .await
+            .unwrap();
     for database in left {
         run(&maintenance, &format!("drop database \"{database}\" with (force)")).await;
     }
@@ -126,7 +133,10 @@ const SHOP: [&str; 4] = [
 ];
 
 pub async fn run(pool: &PgPool, sql: &str) {
-    sqlx::raw_sql(sqlx::AssertSqlSafe(sql.to_owned())).execute(pool).await.unwrap_or_else(|error| panic!("{sql}: {error}"));
+    sqlx::raw_sql(sqlx::AssertSqlSafe(sql.to_owned()))
+        .execute(pool)
+        .await
+        .unwrap_or_else(|error| panic!("{sql}: {error}"));
 }
 
 pub async fn open(url: &str) -> Pool {
@@ -250,7 +260,12 @@ impl Database {
         maintenance.close().await;
         let owner_url = shared.url("postgres", &name);
         let sql = PgPool::connect(&owner_url).await.unwrap();
-        Self { service_url: shared.url("opledger", &name), owner_url, sql, name }
+        Self {
+            service_url: shared.url("opledger", &name),
+            owner_url,
+            sql,
+            name,
+        }
     }
 
     /// Makes a tenant with its share of the example business and one key per role.
@@ -260,7 +275,11 @@ impl Database {
 }
 
 pub async fn make_keys(owner_url: &str, sql: &PgPool, tenant: &str) -> BTreeMap<&'static str, String> {
-    sqlx::query("select shop.seed($1, 100)").bind(tenant).execute(sql).await.unwrap();
+    sqlx::query("select shop.seed($1, 100)")
+        .bind(tenant)
+        .execute(sql)
+        .await
+        .unwrap();
     let pool = open(owner_url).await;
     let mut session = pool.session().await.unwrap();
     let tenant: Tenant = tenant.parse().unwrap();
@@ -268,7 +287,11 @@ pub async fn make_keys(owner_url: &str, sql: &PgPool, tenant: &str) -> BTreeMap<
     let mut keys = BTreeMap::new();
     for role in Role::ALL {
         let secret = Secret::generate(&tenant).unwrap();
-        let new = NewKey { role, label: role.as_str().to_owned(), kinds: None };
+        let new = NewKey {
+            role,
+            label: role.as_str().to_owned(),
+            kinds: None,
+        };
         key::create(&mut session, &secret, &new).await.unwrap();
         keys.insert(role.as_str(), secret.reveal().to_owned());
     }
@@ -283,14 +306,22 @@ pub async fn make_keys(owner_url: &str, sql: &PgPool, tenant: &str) -> BTreeMap<
 pub fn write_config(lines: &str) -> (tempfile::TempDir, PathBuf) {
     let directory = tempfile::tempdir().unwrap();
     let shop = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("examples/shop");
-    let kinds: String = ["account.deposit:deposit", "account.transfer:transfer", "order.refund:refund", "ticket.update:update_ticket"]
-        .iter()
-        .map(|pair| pair.split_once(':').unwrap())
-        .filter(|(kind, _)| !lines.contains(&format!("[kinds.\"{kind}\"]")))
-        .map(|(kind, handler)| {
-            format!("[kinds.\"{kind}\"]\nhandler = \"shop.{handler}\"\nschema = \"{}/schemas/{kind}.json\"\n", shop.display())
-        })
-        .collect();
+    let kinds: String = [
+        "account.deposit:deposit",
+        "account.transfer:transfer",
+        "order.refund:refund",
+        "ticket.update:update_ticket",
+    ]
+    .iter()
+    .map(|pair| pair.split_once(':').unwrap())
+    .filter(|(kind, _)| !lines.contains(&format!("[kinds.\"{kind}\"]")))
+    .map(|(kind, handler)| {
+        format!(
+            "[kinds.\"{kind}\"]\nhandler = \"shop.{handler}\"\nschema = \"{}/schemas/{kind}.json\"\n",
+            shop.display()
+        )
+    })
+    .collect();
     let path = directory.path().join("opledger.toml");
     std::fs::write(&path, format!("{lines}\n{kinds}")).unwrap();
     (directory, path)
@@ -305,5 +336,7 @@ pub async fn serve(config_path: &PathBuf, database_url: &str) -> Running {
         listen: "127.0.0.1:0".parse().unwrap(),
         allow_unsafe_durability: false,
     };
-    app::start(start).await.unwrap_or_else(|error| panic!("the service does not start: {error}"))
+    app::start(start)
+        .await
+        .unwrap_or_else(|error| panic!("the service does not start: {error}"))
 }

@@ -34,7 +34,9 @@ impl Process {
         let mut lines = BufReader::new(child.stderr.take().unwrap()).lines();
         let mut seen = Vec::new();
         let address = loop {
-            let Some(Ok(line)) = lines.next() else { panic!("the service does not start: {}", seen.join("\n")) };
+            let Some(Ok(line)) = lines.next() else {
+                panic!("the service does not start: {}", seen.join("\n"))
+            };
             let event: serde_json::Value = serde_json::from_str(&line).unwrap_or_default();
             if event["message"] == "serving" {
                 break event["address"].as_str().unwrap().parse().unwrap();

@@ -1,0 +1,29 @@
+# What people type. Each target sets up what it needs.
+
+.PHONY: help run test bench lint sqlx
+
+help: ## Show this
+	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/ —/'
+
+run: ## Serve an example business over a private PostgreSQL, and print three curl commands
+	@scripts/setup.sh run
+	cargo run --release --locked -- dev
+
+test: ## Pass every test
+	@scripts/setup.sh test
+	cargo test --locked
+	scripts/schemathesis.sh
+
+bench: ## Compare with hand-written and unprotected servers; writes docs/BENCHMARKS.md
+	@scripts/setup.sh run
+	cargo bench --locked --bench throughput -- --report docs/BENCHMARKS.md
+
+lint: ## Format, lints, query descriptions
+	@scripts/setup.sh lint
+	cargo fmt --check
+	cargo clippy --locked --all-targets -- -D warnings
+	scripts/sqlx.sh --check
+
+sqlx: ## Renew .sqlx after changing a query or a migration
+	@scripts/setup.sh run
+	scripts/sqlx.sh

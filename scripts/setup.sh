@@ -1,0 +1,43 @@
+#!/usr/bin/env bash
+# Makes sure that what the project needs is on this machine. Usage: setup.sh run|test|lint
+#
+# On Debian and Ubuntu missing packages are installed, as root or through sudo; elsewhere they are named.
+set -euo pipefail
+
+packages=()
+need() { # need <package> <what for> <command that succeeds if it is there>
+    local package=$1 purpose=$2
+    shift 2
+    "$@" >/dev/null 2>&1 || { packages+=("$package"); echo "setup: missing $package ($purpose)"; }
+}
+postgres_server() {
+    [ -n "${OPLEDGER_PG_BIN:-}" ] || command -v initdb || ls /usr/lib/postgresql/*/bin/initdb /opt/homebrew/opt/postgresql@*/bin/initdb
+}
+pgbouncer_program() { command -v pgbouncer || [ -x /usr/sbin/pgbouncer ]; }
+
+need gcc "the linker that cargo uses" command -v cc
+need postgresql "the private PostgreSQL" postgres_server
+if [ "${1:-run}" = test ]; then
+    need postgresql-client "tests look at tables with psql" command -v psql
+    need pgbouncer "tests run behind a pooler" pgbouncer_program
+    need python3-venv "the API is fuzzed with schemathesis" python3 -c 'import ensurepip, venv'
+fi
+
+if ! command -v cargo >/dev/null; then
+    echo "setup: cargo is missing; install Rust 1.88 or later with rustup (https://rustup.rs)" >&2
+    exit 1
+fi
+[ ${#packages[@]} -gt 0 ] || exit 0
+
+if ! command -v apt-get >/dev/null; then
+    echo "setup: please install: ${packages[*]} (names as in Debian; on macOS: brew install postgresql@17 pgbouncer)" >&2
+    exit 1
+fi
+root=()
+if [ "$(id -u)" != 0 ]; then
+    command -v sudo >/dev/null || { echo "setup: as root, run: apt-get install ${packages[*]}" >&2; exit 1; }
+    root=(sudo)
+fi
+echo "setup: installing ${packages[*]}"
+# Debian would start a server of its own for some of these; ours are private.
+"${root[@]}" sh -c 'apt-get update -q && DEBIAN_FRONTEND=noninteractive RUNLEVEL=1 apt-get install -q -y --no-install-recommends "$@"' sh "${packages[@]}"
