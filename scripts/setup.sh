@@ -24,7 +24,7 @@ if [ "${1:-run}" = test ]; then
 fi
 
 if ! command -v cargo >/dev/null; then
-    echo "setup: cargo is missing; install Rust 1.88 or later with rustup (https://rustup.rs)" >&2
+    echo "setup: cargo is missing; install Rust 1.95 or later with rustup (https://rustup.rs)" >&2
     exit 1
 fi
 [ ${#packages[@]} -gt 0 ] || exit 0

@@ -84,7 +84,8 @@ impl Code {
 #[derive(Debug)]
 pub struct Problem {
     code: Code,
-    body: Body,
+    // Boxed: problems travel as errors through every handler.
+    body: Box<Body>,
     retry_after: Option<Duration>,
     state: Option<StateName>,
     id: Option<OperationId>,
@@ -135,7 +136,7 @@ pub struct Original {
 impl Problem {
     pub fn new(code: Code, detail: impl Into<String>) -> Self {
         let (name, status, retryable, title) = code.row();
-        let body = Body {
+        let body = Box::new(Body {
             r#type: format!("/problems/{name}"),
             title,
             status,
@@ -151,7 +152,7 @@ impl Problem {
             original: None,
             sqlstate: None,
             settled_at: None,
-        };
+        });
         Self {
             code,
             body,

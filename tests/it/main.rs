@@ -1,7 +1,8 @@
 //! The behaviours this service promises, each as a test against a real PostgreSQL.
 #![expect(
     clippy::disallowed_methods,
-    reason = "tests may spawn, sleep and read their machine's clock"
+    clippy::unwrap_used,
+    reason = "tests spawn and wait as they like, and an unwrap that fails is a test that fails"
 )]
 
 mod submit;

@@ -330,6 +330,7 @@ struct Counting;
 static ALLOCATOR: Counting = Counting;
 
 // SAFETY: the system's allocator does the work; the count is a plain thread-local number.
+#[expect(unsafe_code, reason = "the only way to count allocations")]
 unsafe impl GlobalAlloc for Counting {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         ALLOCATIONS.set(ALLOCATIONS.get() + 1);

@@ -23,7 +23,7 @@ use opledger::postgres::migrate;
 use opledger::postgres::pool::{self, Pool};
 use sqlx::PgPool;
 
-pub use client::{Answer, Client};
+pub use client::Client;
 
 /// The tenant that `Ledger::start` makes.
 pub const TENANT: &str = "demo";
