@@ -14,7 +14,10 @@
 //! `contestant` the server processes; `database` preparation, preload and the final count; `process` CPU and memory;
 //! `histogram` latencies; `report` the page that comes out.
 
-#![expect(clippy::disallowed_methods, reason = "a benchmark has no tracker, and times are of this machine")]
+#![expect(
+    clippy::disallowed_methods,
+    reason = "a benchmark has no tracker, and times are of this machine"
+)]
 
 mod bare;
 mod baseline;

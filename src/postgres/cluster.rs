@@ -17,7 +17,10 @@
 //!
 //! Everything blocks; nothing here needs a runtime.
 
-#![expect(clippy::disallowed_methods, reason = "everything here blocks; it runs on the main thread or a test's own")]
+#![expect(
+    clippy::disallowed_methods,
+    reason = "everything here blocks; it runs on the main thread or a test's own"
+)]
 
 mod account;
 mod error;
