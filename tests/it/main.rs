@@ -5,6 +5,12 @@
     reason = "tests spawn and wait as they like, and an unwrap that fails is a test that fails"
 )]
 
+mod chaos;
+mod crashes;
+mod migrations;
+mod pooler;
+mod schema;
+mod shutdown;
 mod submit;
 mod support;
 mod traces;

@@ -5,8 +5,13 @@
 //! this process. `second()` adds another one on the same database. Tests that kill what they test run the program
 //! itself (`process`).
 
+pub mod bouncer;
 pub mod client;
+pub mod notes;
 pub mod process;
+pub mod proxy;
+pub mod random;
+pub mod victim;
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -71,7 +76,10 @@ pub fn shared() -> &'static Shared {
 
 /// A cluster of a test's own, for tests that kill it. Start it on a thread that outlives its use.
 pub fn start_cluster(name: &str) -> Cluster {
-    let directory = PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join(format!("postgres-{name}"));
+    // Another PostgreSQL (OPLEDGER_PG_BIN) could not use this one's data.
+    let programs = config::postgres_programs().unwrap_or_default();
+    let other: String = programs.to_string_lossy().chars().filter(char::is_ascii_digit).collect();
+    let directory = PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join(format!("postgres{other}-{name}"));
     let mut options = Options::kept(directory);
     options.search_path = config::search_path();
     options.bin_dir = config::postgres_programs();
@@ -265,6 +273,25 @@ impl Database {
             owner_url,
             sql,
             name,
+        }
+    }
+
+    /// One with nothing in it: no schema, no business.
+    pub async fn empty() -> Self {
+        let database = Self::create().await;
+        database.sql.close().await;
+        let maintenance = PgPool::connect(&shared().url("postgres", "postgres")).await.unwrap();
+        run(&maintenance, &format!("drop database \"{}\" with (force)", database.name)).await;
+        run(&maintenance, &format!("create database \"{}\"", database.name)).await;
+        maintenance.close().await;
+        let sql = PgPool::connect(&database.owner_url).await.unwrap();
+        Self { sql, ..database }
+    }
+
+    /// Gives a migrated database the example business.
+    pub async fn add_shop(&self) {
+        for sql in SHOP {
+            run(&self.sql, sql).await;
         }
     }
 

@@ -1,9 +1,11 @@
-//! The program itself, for tests that kill it.
+//! The program itself, for tests that kill it, freeze it, or read what it says.
 
-use std::io::{BufRead, BufReader};
+use std::io::{BufRead, BufReader, Read};
 use std::net::SocketAddr;
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
 
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
@@ -12,21 +14,62 @@ use nix::unistd::Pid;
 pub struct Process {
     child: Child,
     pub address: SocketAddr,
+    log: Arc<Mutex<Vec<String>>>,
+}
+
+/// How a command ended.
+#[derive(Debug)]
+pub struct Finished {
+    pub code: Option<i32>,
+    pub stdout: String,
+    pub stderr: String,
+}
+
+/// A command of the program.
+pub fn command(arguments: &[&str], database_url: &str) -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_opledger"));
+    command.args(arguments).env("DATABASE_URL", database_url).stdin(Stdio::null());
+    command
+}
+
+/// Runs a command to its end, on a thread of its own; a `serve` that serves after all is an error.
+pub async fn finished(arguments: &[&str], database_url: &str) -> Finished {
+    let child =
+        command(arguments, database_url).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    tokio::task::spawn_blocking(|| end(child)).await.unwrap()
+}
+
+fn end(mut child: Child) -> Finished {
+    let give_up_at = Instant::now() + Duration::from_secs(30);
+    while child.try_wait().unwrap().is_none() {
+        if Instant::now() > give_up_at {
+            let _ = child.kill();
+            panic!("the command does not end");
+        }
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    let (mut stdout, mut stderr) = (String::new(), String::new());
+    child.stdout.take().unwrap().read_to_string(&mut stdout).unwrap();
+    child.stderr.take().unwrap().read_to_string(&mut stderr).unwrap();
+    Finished { code: child.wait().unwrap().code(), stdout, stderr }
 }
 
 impl Process {
-    /// Starts the program and waits until it serves. Its log goes on being read, so that it never blocks on it.
+    /// Starts the program and waits until it serves.
     pub fn serve(config: &Path, database_url: &str) -> Self {
         Self::serve_at(config, database_url, "127.0.0.1:0".parse().unwrap())
     }
 
     pub fn serve_at(config: &Path, database_url: &str, listen: SocketAddr) -> Self {
-        let mut child = Command::new(env!("CARGO_BIN_EXE_opledger"))
-            .args(["serve", "--log-format", "json", "--config"])
+        Self::serve_with(config, database_url, listen, &[])
+    }
+
+    /// With more variables in its environment. Its log goes on being read, so that it never blocks on it.
+    pub fn serve_with(config: &Path, database_url: &str, listen: SocketAddr, variables: &[(&str, &str)]) -> Self {
+        let mut child = command(&["serve", "--log-format", "json", "--config"], database_url)
             .arg(config)
             .args(["--listen", &listen.to_string()])
-            .env("DATABASE_URL", database_url)
-            .stdin(Stdio::null())
+            .envs(variables.iter().copied())
             .stdout(Stdio::null())
             .stderr(Stdio::piped())
             .spawn()
@@ -43,8 +86,10 @@ impl Process {
             }
             seen.push(line);
         };
-        std::thread::spawn(move || lines.for_each(drop));
-        Self { child, address }
+        let log = Arc::new(Mutex::new(seen));
+        let keep = log.clone();
+        std::thread::spawn(move || lines.map_while(Result::ok).for_each(|line| keep.lock().unwrap().push(line)));
+        Self { child, address, log }
     }
 
     pub fn pid(&self) -> u32 {
@@ -61,9 +106,29 @@ impl Process {
         let _ = self.child.wait();
     }
 
-    /// Waits for it to end by itself.
-    pub fn wait(&mut self) -> std::process::ExitStatus {
-        self.child.wait().unwrap()
+    /// Waits for it to end by itself, without blocking the test's other work.
+    pub async fn wait(&mut self, most: Duration) -> std::process::ExitStatus {
+        let give_up_at = Instant::now() + most;
+        loop {
+            if let Some(status) = self.child.try_wait().unwrap() {
+                return status;
+            }
+            assert!(Instant::now() < give_up_at, "the process does not end within {most:?}:\n{}", self.log());
+            tokio::time::sleep(Duration::from_millis(10)).await;
+        }
+    }
+
+    /// Waits until it has logged a line with this text.
+    pub async fn has_logged(&self, text: &str) {
+        let give_up_at = Instant::now() + Duration::from_secs(10);
+        while !self.log().contains(text) {
+            assert!(Instant::now() < give_up_at, "it never logs {text:?}:\n{}", self.log());
+            tokio::time::sleep(Duration::from_millis(10)).await;
+        }
+    }
+
+    pub fn log(&self) -> String {
+        self.log.lock().unwrap().join("\n")
     }
 }
 

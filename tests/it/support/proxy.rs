@@ -1,0 +1,189 @@
+//! A bad network between the service and PostgreSQL: latency, silence, and connections that are lost exactly at COMMIT.
+//!
+//! It reads just enough of the wire protocol to see a client's messages: a start-up message, then one type byte and a
+//! length each. `commit` comes as a simple query, so no prepared statement hides it.
+
+use std::collections::VecDeque;
+use std::net::SocketAddr;
+use std::path::PathBuf;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use bytes::{Buf, BytesMut};
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::tcp::{OwnedReadHalf, OwnedWriteHalf};
+use tokio::net::unix;
+use tokio::net::{TcpListener, TcpStream, UnixStream};
+use tokio::sync::watch;
+use tokio_util::sync::CancellationToken;
+
+use super::Shared;
+
+/// How a COMMIT goes wrong.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Cut {
+    /// The connection is lost before the server has read it: nothing is committed.
+    Before,
+    /// It is lost as soon as the server has been sent it.
+    During,
+    /// It is lost after the server has committed and before the client has read so.
+    After,
+    /// The server commits, and then nothing is heard on this connection any more: it is not even closed.
+    Silence,
+}
+
+pub struct Proxy {
+    pub address: SocketAddr,
+    network: Arc<Network>,
+    // Dropping it ends every connection.
+    _end: tokio_util::sync::DropGuard,
+}
+
+struct Network {
+    latency_ms: AtomicU64,
+    flowing: watch::Sender<bool>,
+    planned: Mutex<VecDeque<Cut>>,
+    made: AtomicU64,
+}
+
+impl Proxy {
+    /// Stands before the server behind this socket.
+    pub async fn before(server: &Shared) -> Self {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let address = listener.local_addr().unwrap();
+        let network = Arc::new(Network {
+            latency_ms: AtomicU64::new(0),
+            flowing: watch::Sender::new(true),
+            planned: Mutex::default(),
+            made: AtomicU64::new(0),
+        });
+        let end = CancellationToken::new();
+        let socket = server.socket().join(".s.PGSQL.5432");
+        tokio::spawn(end.clone().run_until_cancelled_owned(accept(listener, socket, network.clone(), end.clone())));
+        Self { address, network, _end: end.drop_guard() }
+    }
+
+    pub fn url(&self, role: &str, database: &str) -> String {
+        format!("postgres://{role}@{}/{database}?sslmode=disable", self.address)
+    }
+
+    /// Delays everything that a client sends.
+    pub fn delay(&self, latency: Duration) {
+        self.network.latency_ms.store(u64::try_from(latency.as_millis()).unwrap(), Ordering::Relaxed);
+    }
+
+    /// Stops, or lets go on, all traffic in both directions.
+    pub fn flow(&self, flowing: bool) {
+        self.network.flowing.send_replace(flowing);
+    }
+
+    /// Plans what becomes of the next COMMITs, one cut each.
+    pub fn plan(&self, cuts: impl IntoIterator<Item = Cut>) {
+        *self.network.planned.lock().unwrap() = cuts.into_iter().collect();
+    }
+
+    /// Cuts made so far.
+    pub fn made(&self) -> u64 {
+        self.network.made.load(Ordering::Relaxed)
+    }
+}
+
+async fn accept(listener: TcpListener, socket: PathBuf, network: Arc<Network>, end: CancellationToken) {
+    loop {
+        let (client, _) = listener.accept().await.unwrap();
+        client.set_nodelay(true).unwrap();
+        let (socket, network, lost) = (socket.clone(), network.clone(), end.child_token());
+        tokio::spawn(async move {
+            // A server that is down refuses; so do we, by closing.
+            let Ok(server) = UnixStream::connect(socket).await else { return };
+            carry(client, server, network, lost).await;
+        });
+    }
+}
+
+async fn carry(client: TcpStream, server: UnixStream, network: Arc<Network>, lost: CancellationToken) {
+    let (from_client, to_client) = client.into_split();
+    let (from_server, to_server) = server.into_split();
+    let swallow = Arc::new(AtomicBool::new(false));
+    let silent = Arc::new(AtomicBool::new(false));
+    let up = up(from_client, to_server, network.clone(), swallow.clone(), silent.clone());
+    let down = down(from_server, to_client, network, swallow, silent.clone());
+    // Whichever side ends first takes the other with it, and both sockets are closed.
+    tokio::select! {
+        _ = up => {}
+        _ = down => {}
+        () = lost.cancelled() => {}
+    }
+}
+
+async fn up(
+    mut client: OwnedReadHalf,
+    mut server: unix::OwnedWriteHalf,
+    network: Arc<Network>,
+    swallow: Arc<AtomicBool>,
+    silent: Arc<AtomicBool>,
+) -> std::io::Result<()> {
+    let mut flowing = network.flowing.subscribe();
+    let mut unread = BytesMut::new();
+    let mut started = false;
+    loop {
+        if client.read_buf(&mut unread).await? == 0 {
+            return Ok(());
+        }
+        tokio::time::sleep(Duration::from_millis(network.latency_ms.load(Ordering::Relaxed))).await;
+        let _ = flowing.wait_for(|flowing| *flowing).await;
+        while let Some(message) = next_message(&mut unread, &mut started) {
+            let cut = if is_commit(&message) { network.planned.lock().unwrap().pop_front() } else { None };
+            if let Some(cut) = cut {
+                network.made.fetch_add(1, Ordering::Relaxed);
+                match cut {
+                    Cut::Before => return Ok(()),
+                    Cut::During => return server.write_all(&message).await,
+                    Cut::After => swallow.store(true, Ordering::Relaxed),
+                    Cut::Silence => {
+                        silent.store(true, Ordering::Relaxed);
+                        server.write_all(&message).await?;
+                        return std::future::pending().await;
+                    }
+                }
+            }
+            server.write_all(&message).await?;
+        }
+    }
+}
+
+async fn down(
+    mut server: unix::OwnedReadHalf,
+    mut client: OwnedWriteHalf,
+    network: Arc<Network>,
+    swallow: Arc<AtomicBool>,
+    silent: Arc<AtomicBool>,
+) -> std::io::Result<()> {
+    let mut flowing = network.flowing.subscribe();
+    let mut unread = BytesMut::with_capacity(16 << 10);
+    while server.read_buf(&mut unread).await? > 0 && !swallow.load(Ordering::Relaxed) {
+        if silent.load(Ordering::Relaxed) {
+            return std::future::pending().await;
+        }
+        let _ = flowing.wait_for(|flowing| *flowing).await;
+        client.write_all_buf(&mut unread).await?;
+    }
+    Ok(())
+}
+
+/// The next whole message of a client, if it is there.
+fn next_message(unread: &mut BytesMut, started: &mut bool) -> Option<BytesMut> {
+    let before_length = usize::from(*started);
+    let mut length = unread.get(before_length..before_length + 4)?;
+    let whole = before_length + usize::try_from(length.get_u32()).unwrap();
+    if unread.len() < whole {
+        return None;
+    }
+    *started = true;
+    Some(unread.split_to(whole))
+}
+
+fn is_commit(message: &[u8]) -> bool {
+    message.first() == Some(&b'Q') && message.get(5..).is_some_and(|text| text.eq_ignore_ascii_case(b"commit\0"))
+}
