@@ -23,7 +23,7 @@ pub async fn purge(session: &mut Session, tenant: &Tenant, limit: i64) -> Result
             where r.tenant_id = $1 and r.expires_at <= (select at from now)
               and o.state in ('rejected', 'cancelled', 'succeeded', 'failed', 'compensated')
             order by r.expires_at limit $2
-            for update of r skip locked
+            for update of o skip locked
         ), receipts as (
             delete from ledger.receipts t using expired e where t.tenant_id = $1 and t.operation_id = e.operation_id
         ), history as (
