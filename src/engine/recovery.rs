@@ -9,6 +9,7 @@ use tokio_util::sync::CancellationToken;
 
 use super::intake::Intake;
 use crate::ledger::operation::StateName;
+use crate::ledger::operation_id::OperationId;
 use crate::ledger::plan::{self, Seen};
 use crate::ledger::tenant::Tenant;
 use crate::ledger::{instance, retention, tenant};
@@ -126,11 +127,11 @@ pub async fn sweep(intake: &Arc<Intake>, lease: Duration) -> Result<u64, Error> 
         let abandoned = plan::abandoned(&mut session, &tenant, lease, TAKE_OVER).await?;
         session.finish().await?;
         for (id, seen) in abandoned {
-            let Some(seen) = waiting(intake, &tenant, &id, seen).await? else {
-                continue;
-            };
-            intake.take_over(&tenant, &id, seen).await?;
-            taken += 1;
+            match take_over(intake, &tenant, &id, seen).await {
+                Ok(is_ours) => taken += u64::from(is_ours),
+                // One that cannot be had must not keep the others from being finished.
+                Err(error) => tracing::warn!(error = %error, operation.id = %id, "cannot take an operation over"),
+            }
         }
     }
     // Long silent instances hold no claim any more: all of theirs have been put back.
@@ -140,11 +141,16 @@ pub async fn sweep(intake: &Arc<Intake>, lease: Duration) -> Result<u64, Error> 
     Ok(taken)
 }
 
+async fn take_over(intake: &Arc<Intake>, tenant: &Tenant, id: &OperationId, seen: Seen) -> Result<bool, Error> {
+    let Some(seen) = waiting(intake, tenant, id, seen).await? else { return Ok(false) };
+    intake.take_over(tenant, id, seen).await
+}
+
 /// Brings an abandoned operation to `retry_wait`; `None` if it changed meanwhile.
 async fn waiting(
     intake: &Intake,
     tenant: &Tenant,
-    id: &crate::ledger::operation_id::OperationId,
+    id: &OperationId,
     seen: Seen,
 ) -> Result<Option<Seen>, Error> {
     if seen.state == StateName::RetryWait {

@@ -137,20 +137,21 @@ pub async fn claim(
 }
 
 /// Puts the claim of a lapsed instance back: its attempt never committed, so it is known not to have acted.
-pub async fn lapse(
-    session: &mut Session,
-    tenant: &Tenant,
-    id: &OperationId,
-    version: i32,
-    actor: &str,
-) -> Result<bool, Error> {
+///
+/// A row that is locked is left to a later sweep: its process may be silent and its transaction still open.
+pub async fn lapse(session: &mut Session, tenant: &Tenant, id: &OperationId, version: i32, actor: &str) -> Result<bool, Error> {
     let now = clock(session).await?;
     let changed = sqlx::query!(
         r#"
-        with changed as (
+        with held as (
+            select from ledger.operations
+            where tenant_id = $1 and operation_id = $2 and state = 'running' and version = $3
+            for no key update skip locked
+        ), changed as (
             update ledger.operations
             set state = 'retry_wait', instance_id = null, version = version + 1, due_at = $4
             where tenant_id = $1 and operation_id = $2 and state = 'running' and version = $3
+                  and exists (select from held)
             returning tenant_id, operation_id, version, attempt
         )
         insert into ledger.history (tenant_id, operation_id, version, at, event, state, actor, attempt, reason)
