@@ -62,7 +62,8 @@ pub fn trouble(sqlstate: &str) -> Trouble {
         // insufficient resources, operator intervention, connection exception
         code if ["53", "57", "08"].contains(&code.get(..2).unwrap_or_default()) => Trouble::Passing,
         // read_only_sql_transaction: a standby that is about to take over, or one reached by mistake.
-        "25006" => Trouble::Passing,
+        // idle_in_transaction_session_timeout: this process was frozen or cut off for too long.
+        "25006" | "25P03" => Trouble::Passing,
         _ => Trouble::Lasting,
     }
 }
@@ -80,7 +81,7 @@ mod tests {
 
     #[test]
     fn passing_trouble_is_told_by_class() {
-        for code in ["40001", "40P01", "53300", "57014", "57P01", "08006", "25006"] {
+        for code in ["40001", "40P01", "53300", "57014", "57P01", "08006", "25006", "25P03"] {
             assert_eq!(trouble(code), Trouble::Passing, "{code}");
         }
         for code in ["42883", "42501", "23505", "XX000", "", "5"] {

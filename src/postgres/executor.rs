@@ -1,13 +1,21 @@
-//! A session runs sqlx statements itself, so that the one setting a pooler needs is in one place: behind a pooler in
-//! transaction mode without prepared statements, no statement may be prepared under a name.
+//! A session runs sqlx statements itself, so that two things are in one place: behind a pooler in transaction mode without
+//! prepared statements, no statement may be prepared under a name; and no statement is waited for for ever, whatever
+//! became of the network.
 
 use std::fmt;
+use std::future::Future;
+use std::io;
+use std::pin::Pin;
+use std::task::{Context, Poll};
+use std::time::Duration;
 
+use futures_core::Stream;
 use futures_core::future::BoxFuture;
 use futures_core::stream::BoxStream;
 use sqlx::error::BoxDynError;
 use sqlx::postgres::{PgArguments, PgQueryResult, PgRow, PgStatement, PgTypeInfo};
 use sqlx::{Describe, Either, Error, Execute, Executor, Postgres, SqlStr};
+use tokio::time::{Instant, Sleep};
 
 use super::session::Session;
 
@@ -32,6 +40,45 @@ impl<'q, E: Execute<'q, Postgres>> Execute<'q, Postgres> for Unnamed<E> {
     }
 }
 
+/// An answer as it arrives; one that stays away for too long is an error.
+struct Heard<'e, T> {
+    rows: BoxStream<'e, Result<T, Error>>,
+    silence: Option<(Duration, Pin<Box<Sleep>>)>,
+    unanswered: &'e mut bool,
+}
+
+impl<'e, T> Heard<'e, T> {
+    fn new(rows: BoxStream<'e, Result<T, Error>>, patience: Option<Duration>, unanswered: &'e mut bool) -> Self {
+        *unanswered = true;
+        Self { rows, silence: patience.map(|patience| (patience, Box::pin(tokio::time::sleep(patience)))), unanswered }
+    }
+}
+
+impl<T> Stream for Heard<'_, T> {
+    type Item = Result<T, Error>;
+
+    fn poll_next(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Option<Self::Item>> {
+        match self.rows.as_mut().poll_next(context) {
+            Poll::Ready(row) => {
+                // Whoever reads on after an error, or stops before the end, leaves the connection in its middle.
+                *self.unanswered = matches!(row, Some(Ok(_)));
+                if let Some((patience, silence)) = &mut self.silence {
+                    silence.as_mut().reset(Instant::now() + *patience);
+                }
+                Poll::Ready(row)
+            }
+            Poll::Pending => match &mut self.silence {
+                Some((_, silence)) => silence.as_mut().poll(context).map(|()| Some(Err(silent()))),
+                None => Poll::Pending,
+            },
+        }
+    }
+}
+
+fn silent() -> Error {
+    Error::Io(io::Error::new(io::ErrorKind::TimedOut, "PostgreSQL does not answer"))
+}
+
 impl<'c> Executor<'c> for &'c mut Session {
     type Database = Postgres;
 
@@ -40,11 +87,10 @@ impl<'c> Executor<'c> for &'c mut Session {
         'c: 'e,
         E: 'q + Execute<'q, Postgres>,
     {
-        if self.named_statements() {
-            self.connection().fetch_many(query)
-        } else {
-            self.connection().fetch_many(Unnamed(query))
-        }
+        let named_statements = self.named_statements();
+        let (connection, patience, unanswered) = self.parts();
+        let rows = if named_statements { connection.fetch_many(query) } else { connection.fetch_many(Unnamed(query)) };
+        Box::pin(Heard::new(rows, patience, unanswered))
     }
 
     fn fetch_optional<'e, 'q: 'e, E>(self, query: E) -> BoxFuture<'e, Result<Option<PgRow>, Error>>
@@ -52,11 +98,22 @@ impl<'c> Executor<'c> for &'c mut Session {
         'c: 'e,
         E: 'q + Execute<'q, Postgres>,
     {
-        if self.named_statements() {
-            self.connection().fetch_optional(query)
+        let named_statements = self.named_statements();
+        let (connection, patience, unanswered) = self.parts();
+        let row = if named_statements {
+            connection.fetch_optional(query)
         } else {
-            self.connection().fetch_optional(Unnamed(query))
-        }
+            connection.fetch_optional(Unnamed(query))
+        };
+        Box::pin(async move {
+            *unanswered = true;
+            let row = match patience {
+                Some(patience) => tokio::time::timeout(patience, row).await.map_err(|_| silent())?,
+                None => row.await,
+            };
+            *unanswered = false;
+            row
+        })
     }
 
     fn prepare_with<'e>(self, sql: SqlStr, parameters: &'e [PgTypeInfo]) -> BoxFuture<'e, Result<PgStatement, Error>>

@@ -94,7 +94,9 @@ impl Pool {
     /// two halves (parse, execute) may reach different servers; otherwise the two round trips are saved.
     pub async fn reader(&self, limits: Limits) -> Result<Session, Error> {
         let mut session = self.session().await?;
-        if !self.prepared_statements {
+        if self.prepared_statements {
+            session.expect_answers(limits);
+        } else {
             session.begin(limits).await?;
         }
         Ok(session)

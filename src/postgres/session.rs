@@ -1,7 +1,8 @@
 //! A borrowed connection and the transaction on it.
 //!
 //! sqlx's own `Transaction` rolls back lazily when it is dropped, on whoever borrows the connection next. Ours is
-//! blunter: a session dropped inside a transaction closes its connection, so nothing half done is ever handed on.
+//! blunter: a session dropped inside a transaction or a statement closes its connection, so nothing half done is ever
+//! handed on.
 //! It also sends `begin` and the transaction's limits in one round trip, and it carries the one setting a pooler in
 //! transaction mode needs: whether statements may be prepared by name.
 
@@ -11,6 +12,10 @@ use sqlx::pool::PoolConnection;
 use sqlx::{PgConnection, Postgres};
 
 use super::error::{Error, doing};
+
+/// How much longer than its longest statement each side of a connection waits for the other. A machine that is gone, or
+/// frozen, says nothing: PostgreSQL then ends the transaction and frees what it has locked, and we give the connection up.
+const PATIENCE: Duration = Duration::from_secs(2);
 
 /// How long one transaction may wait and work; enforced by PostgreSQL.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -26,20 +31,30 @@ pub struct Session {
     connection: PoolConnection<Postgres>,
     named_statements: bool,
     in_transaction: bool,
+    /// Longest wait for an answer; `None` for ever.
+    patience: Option<Duration>,
+    /// A statement has been sent and not been answered to its end.
+    unanswered: bool,
 }
 
 impl Session {
     pub(super) fn new(connection: PoolConnection<Postgres>, named_statements: bool) -> Self {
-        Self {
-            connection,
-            named_statements,
-            in_transaction: false,
-        }
+        Self { connection, named_statements, in_transaction: false, patience: None, unanswered: false }
     }
 
-    /// The connection itself, for the simple protocol; other statements run on the session.
+    /// The connection itself, for migrations, which may take their time; other statements run on the session.
     pub fn connection(&mut self) -> &mut PgConnection {
         &mut self.connection
+    }
+
+    /// The connection, how long to wait for its answer, and whether one is outstanding.
+    pub(super) fn parts(&mut self) -> (&mut PgConnection, Option<Duration>, &mut bool) {
+        (&mut self.connection, self.patience, &mut self.unanswered)
+    }
+
+    /// Sets how long statements outside a transaction are waited for.
+    pub(super) fn expect_answers(&mut self, limits: Limits) {
+        self.patience = Some(limits.statement + PATIENCE);
     }
 
     /// Whether statements may be prepared by name.
@@ -51,23 +66,24 @@ impl Session {
     pub async fn begin(&mut self, limits: Limits) -> Result<(), Error> {
         debug_assert!(!self.in_transaction, "one transaction at a time");
         let begin = format!(
-            "begin isolation level read committed; set local lock_timeout = {}; set local statement_timeout = {}",
+            "begin isolation level read committed; set local lock_timeout = {}; set local statement_timeout = {}; \
+             set local idle_in_transaction_session_timeout = {}",
             milliseconds(limits.lock),
             milliseconds(limits.statement),
+            milliseconds(limits.statement + PATIENCE),
         );
+        self.expect_answers(limits);
         self.in_transaction = true;
-        sqlx::raw_sql(sqlx::AssertSqlSafe(begin))
-            .execute(&mut *self.connection)
-            .await
-            .map_err(doing("begin a transaction"))?;
+        sqlx::raw_sql(sqlx::AssertSqlSafe(begin)).execute(&mut *self).await.map_err(doing("begin a transaction"))?;
         Ok(())
     }
 
     /// Opens a transaction without limits, for migrations and other work that people started and watch.
     pub async fn begin_unlimited(&mut self) -> Result<(), Error> {
+        self.patience = None;
         self.in_transaction = true;
         sqlx::raw_sql("begin; set local lock_timeout = 0; set local statement_timeout = 0")
-            .execute(&mut *self.connection)
+            .execute(&mut *self)
             .await
             .map_err(doing("begin a transaction"))?;
         Ok(())
@@ -94,27 +110,21 @@ impl Session {
 
     /// Marks a point within the transaction to roll back to.
     pub async fn savepoint(&mut self) -> Result<(), Error> {
-        sqlx::raw_sql("savepoint effect")
-            .execute(&mut *self.connection)
-            .await
-            .map_err(doing("set a savepoint"))?;
+        sqlx::raw_sql("savepoint effect").execute(&mut *self).await.map_err(doing("set a savepoint"))?;
         Ok(())
     }
 
     /// Undoes everything since `savepoint`, errors included; the transaction goes on.
     pub async fn rollback_to_savepoint(&mut self) -> Result<(), Error> {
         sqlx::raw_sql("rollback to savepoint effect")
-            .execute(&mut *self.connection)
+            .execute(&mut *self)
             .await
             .map_err(doing("roll back to the savepoint"))?;
         Ok(())
     }
 
     async fn end(&mut self, statement: &'static str, intent: &'static str) -> Result<(), Error> {
-        sqlx::raw_sql(statement)
-            .execute(&mut *self.connection)
-            .await
-            .map_err(doing(intent))?;
+        sqlx::raw_sql(statement).execute(&mut *self).await.map_err(doing(intent))?;
         self.in_transaction = false;
         Ok(())
     }
@@ -122,7 +132,7 @@ impl Session {
 
 impl Drop for Session {
     fn drop(&mut self) {
-        if self.in_transaction {
+        if self.in_transaction || self.unanswered {
             self.connection.close_on_drop();
         }
     }
