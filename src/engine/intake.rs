@@ -68,6 +68,12 @@ pub enum NotCancelled {
     Refused(Refusal),
 }
 
+/// What a transaction's statements returned, and what is known of its commit.
+struct Written<T> {
+    value: T,
+    committed: Result<(), DatabaseError>,
+}
+
 impl Intake {
     /// The kinds as they are configured now.
     pub fn kinds(&self) -> Arc<Kinds> {
@@ -91,9 +97,10 @@ impl Intake {
             self.deliveries.count(&tenant, &id);
             return Ok(replay);
         }
+        let intake = self.clone();
         let outcome = match (mode, preference.respond_async) {
             (Mode::Plan, _) => self.store(submission, Beginning::Planned).await?,
-            (Mode::Execute, true) => self.accept(submission).await?,
+            (Mode::Execute, true) => self.finished(async move { intake.accept(submission).await }).await?,
             (Mode::Execute, false) => self.apply.run(Arc::new(submission), Work::First).await?,
         };
         self.count(&tenant, &outcome);
@@ -124,7 +131,10 @@ impl Intake {
     ) -> Result<Outcome, Refusal> {
         let (tenant, id, fingerprint) = (&operation.tenant, &operation.id, &operation.fingerprint);
         let outcome = match operation.state {
-            State::Planned => self.claim_and_run(operation, &caller.actor(), preference).await?,
+            State::Planned => {
+                let (intake, operation, actor) = (self.clone(), operation.clone(), caller.actor());
+                self.finished(async move { intake.claim_and_run(&operation, &actor, preference).await }).await?
+            }
             State::WaitingApproval
             | State::Running
             | State::RetryWait
@@ -186,18 +196,11 @@ impl Intake {
         Ok(found)
     }
 
-    /// Claims what a sweep found abandoned, and runs it in the background.
-    pub async fn take_over(
-        self: &Arc<Self>,
-        tenant: &Tenant,
-        id: &OperationId,
-        seen: Seen,
-    ) -> Result<(), DatabaseError> {
-        let Some(stored) = self.claim(tenant, id, seen, &self.actor()).await? else {
-            return Ok(());
-        };
+    /// Claims what a sweep found abandoned, and runs it in the background. Says whether it did.
+    pub async fn take_over(self: &Arc<Self>, tenant: &Tenant, id: &OperationId, seen: Seen) -> Result<bool, DatabaseError> {
+        let Some(stored) = self.claim(tenant, id, seen, &self.actor()).await? else { return Ok(false) };
         self.run_in_background(stored);
-        Ok(())
+        Ok(true)
     }
 
     /// How history names this process.
@@ -229,16 +232,13 @@ impl Intake {
     /// Stores and claims at once, answers, and runs in the background.
     async fn accept(self: &Arc<Self>, submission: Submission) -> Result<Outcome, Refusal> {
         let submission = Arc::new(submission);
-        let beginning = Beginning::Accepted {
-            instance: self.instance,
-        };
-        let stored = self
-            .write(async |session| plan::store(session, &submission, beginning).await)
-            .await;
-        if stored.map_err(|error| refusal(&error))? {
+        let beginning = Beginning::Accepted { instance: self.instance };
+        let stored = self.write_unclear(async |session| plan::store(session, &submission, beginning).await).await;
+        let stored = stored.map_err(|error| refusal(&error))?;
+        if stored.value {
             let operation = known(&submission, StateName::Running);
             self.spawn(submission, Work::Claimed { attempt: 1, version: 1 });
-            return Ok(Outcome::Accepted { operation });
+            return stored.committed.map(|()| Outcome::Accepted { operation }).map_err(|error| refusal(&error));
         }
         match self.operation(&submission.tenant, &submission.id).await? {
             // The caller asked not to wait: still running is no conflict for it.
@@ -291,14 +291,22 @@ impl Intake {
     }
 
     async fn claim(
-        &self,
+        self: &Arc<Self>,
         tenant: &Tenant,
         id: &OperationId,
         seen: Seen,
         actor: &str,
     ) -> Result<Option<Stored>, DatabaseError> {
-        self.write(async |session| plan::claim(session, tenant, id, seen, self.instance, actor).await)
-            .await
+        let claimed =
+            self.write_unclear(async |session| plan::claim(session, tenant, id, seen, self.instance, actor).await).await?;
+        match (claimed.value, claimed.committed) {
+            (Some(stored), Err(error)) => {
+                self.run_in_background(stored);
+                Err(error)
+            }
+            (claimed, Ok(())) => Ok(claimed),
+            (None, Err(_)) => Ok(None),
+        }
     }
 
     fn run_in_background(self: &Arc<Self>, stored: Stored) {
@@ -411,10 +419,30 @@ impl Intake {
         &self,
         statements: impl AsyncFnOnce(&mut Session) -> Result<T, DatabaseError>,
     ) -> Result<T, DatabaseError> {
+        let written = self.write_unclear(statements).await?;
+        written.committed.map(|()| written.value)
+    }
+
+    /// As `write`, for claims: when the answer to the commit is lost, the claim may stand, and nobody but this living
+    /// process would ever run it. So the caller runs it in any case: the attempt presents its claim, and ends if there is
+    /// none.
+    async fn write_unclear<T>(
+        &self,
+        statements: impl AsyncFnOnce(&mut Session) -> Result<T, DatabaseError>,
+    ) -> Result<Written<T>, DatabaseError> {
         let mut session = self.pool.transaction(LIMITS).await?;
-        let written = statements(&mut session).await?;
-        session.commit().await?;
-        Ok(written)
+        let value = statements(&mut session).await?;
+        let committed = session.commit().await;
+        Ok(Written { value, committed })
+    }
+
+    /// Runs a verb to its end even if the caller goes away in the middle: a claim that is committed has to be run.
+    async fn finished<T: Send + 'static>(
+        &self,
+        verb: impl Future<Output = Result<T, Refusal>> + Send + 'static,
+    ) -> Result<T, Refusal> {
+        // It ends early only by a panic, which the runtime has reported.
+        self.tasks.spawn(verb).await.unwrap_or(Err(Refusal::Internal))
     }
 
     /// Waits as long as the caller prefers for an operation to settle.
