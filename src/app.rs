@@ -5,8 +5,10 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::RwLock;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
 
 use tokio::net::TcpListener;
+use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 use uuid::Uuid;
@@ -24,6 +26,9 @@ use crate::postgres::error::Error as DatabaseError;
 use crate::postgres::migrate;
 use crate::postgres::pool::{OpenError, Pool, Unsafe};
 use crate::telemetry::metrics::Metrics;
+
+/// Longest wait for connections to close.
+const CLOSING: Duration = Duration::from_secs(1);
 
 /// What request handlers share.
 pub struct App {
@@ -293,12 +298,13 @@ impl Running {
     /// Stops accepting, finishes what has begun within the drain limit, writes what was counted, and says what was left.
     pub async fn stop(self) -> Left {
         self.app.stopping.store(true, Ordering::Relaxed);
+        let until = Instant::now() + self.app.limits.drain;
         self.stop_sweeping.cancel();
         self.stop_serving.cancel();
         let connections = self.server.await.unwrap_or(0);
         self.app.intake.apply.close();
         self.tasks.close();
-        let operations = match tokio::time::timeout(self.app.limits.drain, self.tasks.wait()).await {
+        let operations = match tokio::time::timeout_at(until, self.tasks.wait()).await {
             Ok(()) => 0,
             Err(_) => self.app.intake.apply.running_alone() + self.app.intake.apply.queued(),
         };
@@ -307,11 +313,9 @@ impl Running {
         self.background.wait().await;
         self.heart.close();
         self.heart.wait().await;
-        self.app.pool.close().await;
-        Left {
-            connections,
-            operations,
-        }
+        // It would wait for the connections of what is left; those close with the process.
+        let _ = tokio::time::timeout(CLOSING, self.app.pool.close()).await;
+        Left { connections, operations }
     }
 }
 
