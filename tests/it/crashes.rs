@@ -7,6 +7,7 @@ use std::time::Duration;
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use sqlx::PgPool;
+use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
 
 use crate::support::notes::{self, Sent, audit, effects, load, settle_all};
@@ -18,9 +19,9 @@ use crate::support::{Client, Database, TENANT, serve, write_config};
 /// Short leases, so that a dead process's claims are soon taken over.
 const QUICK: &str = r#"
     [recovery]
-    heartbeat = "200ms"
-    lease = "1s"
-    sweep = "200ms"
+    heartbeat = "150ms"
+    lease = "600ms"
+    sweep = "150ms"
 "#;
 
 const ROUNDS: usize = 20;
@@ -29,12 +30,19 @@ async fn a_moment_later(random: &mut Random) {
     tokio::time::sleep(random.between(Duration::from_millis(100), Duration::from_millis(450))).await;
 }
 
-/// Sends what was on its way when the lights went out again at once, as an engine does; the rest is sent again at the end.
-async fn resend_unanswered(sent: &mut Vec<Sent>, client: &Client) {
-    let (unanswered, answered): (Vec<Sent>, Vec<Sent>) =
-        std::mem::take(sent).into_iter().partition(|one| one.acknowledged.is_none());
-    *sent = answered;
-    sent.extend(settle_all(unanswered, client).await);
+/// Sends what was on its way when the lights went out again at once, as an engine does; all of it is sent again at the end.
+async fn resend_unanswered(sent: Vec<Sent>, client: &Client) -> Vec<Sent> {
+    let (unanswered, mut sent): (Vec<Sent>, Vec<Sent>) = sent.into_iter().partition(|one| one.acknowledged.is_none());
+    let mut senders = JoinSet::new();
+    for mut one in unanswered {
+        let client = client.clone();
+        senders.spawn(async move {
+            let _ = tokio::time::timeout(Duration::from_millis(500), one.send(&client)).await;
+            one
+        });
+    }
+    sent.extend(senders.join_all().await);
+    sent
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -55,10 +63,9 @@ async fn a_killed_process_loses_nothing_and_repeats_nothing() {
             a_moment_later(&mut random).await;
             process.kill();
         };
-        let (mut round_sent, ()) = tokio::join!(senders, killer);
+        let (round_sent, ()) = tokio::join!(senders, killer);
         process = Process::serve(&config, &database.service_url);
-        resend_unanswered(&mut round_sent, &Client::new(process.address, &key)).await;
-        sent.extend(round_sent);
+        sent.extend(resend_unanswered(round_sent, &Client::new(process.address, &key)).await);
     }
     assert!(sent.len() > ROUNDS * 32, "there was load: {}", sent.len());
     let sent = settle_all(sent, &Client::new(process.address, &key)).await;
@@ -91,9 +98,8 @@ async fn a_killed_postgresql_loses_nothing_that_was_acknowledged() {
             }
             stop.cancel();
         };
-        let (mut round_sent, ()) = tokio::join!(senders, killer);
-        resend_unanswered(&mut round_sent, &client).await;
-        sent.extend(round_sent);
+        let (round_sent, ()) = tokio::join!(senders, killer);
+        sent.extend(resend_unanswered(round_sent, &client).await);
     }
     assert!(sent.len() > ROUNDS * 32, "there was load: {}", sent.len());
     // Nothing may come from memory: another process answers from the tables.
@@ -245,7 +251,7 @@ async fn a_process_whose_clock_is_ten_minutes_ahead_takes_nothing_over_and_purge
     fresh.settle(&client.at(fast.address)).await;
     assert_eq!(number(&database.sql, "select attempt from ledger.operations where operation_id = 'live'").await, 1);
     assert_eq!(number(&database.sql, "select count(*) from ledger.history where event = 'claim_lapsed'").await, 0);
-    let mut at_fast = Sent::new("by the fast one".replace(' ', "-"), "note");
+    let mut at_fast = Sent::new("by-the-fast-one".to_owned(), "note");
     at_fast.settle(&client.at(fast.address)).await;
     let off = number(
         &database.sql,
@@ -259,7 +265,7 @@ async fn a_process_whose_clock_is_ten_minutes_ahead_takes_nothing_over_and_purge
 /// How far the process's clock is ahead of ours, by its own log.
 fn minutes_ahead(process: &Process) -> i64 {
     let log = process.log();
-    let line: serde_json::Value = serde_json::from_str(log.lines().last().unwrap_or_default()).unwrap_or_default();
+    let line: serde_json::Value = serde_json::from_str(log.lines().next().unwrap_or_default()).unwrap_or_default();
     let stamp = line["timestamp"].as_str().unwrap_or_default();
     let format = &time::format_description::well_known::Rfc3339;
     let theirs = time::OffsetDateTime::parse(stamp, format).expect("log lines have times");
@@ -284,7 +290,7 @@ async fn a_second_process_leaves_the_living_ones_work_alone() {
 #[tokio::test]
 async fn a_killed_purge_leaves_each_operation_whole_or_gone() {
     let (database, key, _directory, config) = quick("[retention]\nreceipts = \"1s\"\n").await;
-    let quiet = std::fs::read_to_string(&config).unwrap().replace("sweep = \"200ms\"", "sweep = \"200ms\"\npurge = \"forever\"");
+    let quiet = std::fs::read_to_string(&config).unwrap().replace("[recovery]", "[recovery]\npurge = \"forever\"");
     std::fs::write(&config, quiet).unwrap();
     let process = Process::serve(&config, &database.service_url);
     let client = Client::new(process.address, &key);

@@ -70,7 +70,6 @@ async fn processes_and_migrations_work_through_a_pooler_and_leave_no_lock() {
     let sent = settle_all(sent, &client.at(processes[1].address)).await;
     let sent = settle_all(sent, &client.at(processes[2].address)).await;
     audit(&database.sql, &sent).await;
-    assert_eq!(client.operation("b0").await["effects"], 1 - i64::from(sent[0].payload != "{}"));
     drop(processes);
     until(&database, LEFT_LOCKS, 0).await;
 }
@@ -108,7 +107,7 @@ async fn every_route_works_through_a_pooler_under_load() {
     let stop = tokio_util::sync::CancellationToken::new();
     let load = notes::load(&client, "l", &mut random, &stop);
     let routes = async {
-        for number in 0..30 {
+        for number in 0..10 {
             let plan = format!(r#"{{"kind":"note","operation_id":"r{number}","payload":{{}},"mode":"plan"}}"#);
             assert_eq!(client.post("/v1/operations", &plan).await.status, 202);
             assert_eq!(client.operation(&format!("r{number}")).await["state"], "planned");

@@ -81,10 +81,10 @@ impl Process {
                 panic!("the service does not start: {}", seen.join("\n"))
             };
             let event: serde_json::Value = serde_json::from_str(&line).unwrap_or_default();
+            seen.push(line);
             if event["message"] == "serving" {
                 break event["address"].as_str().unwrap().parse().unwrap();
             }
-            seen.push(line);
         };
         let log = Arc::new(Mutex::new(seen));
         let keep = log.clone();
