@@ -107,8 +107,7 @@ async fn a_planned_operation_whose_claim_lost_its_commit_is_not_left_running() {
     for round in 0..30 {
         let cut = [Cut::Before, Cut::During, Cut::After][round % 3];
         let one = Sent::new(format!("e{round}"), "note");
-        let plan = format!(r#"{{"kind":"note","operation_id":"{}","payload":{{}},"mode":"plan"}}"#, one.id);
-        assert_eq!(remote.client.post("/v1/operations", &plan).await.status, 202);
+        assert_eq!(remote.client.post("/v1/operations", &plan(&one)).await.status, 202);
         remote.proxy.plan([cut]);
         let execute = format!("/v1/operations/{}/execute", one.id);
         let answer = remote.client.post(&execute, "").await;
@@ -209,11 +208,18 @@ async fn requests_dropped_at_any_moment_leave_no_transaction_open_and_the_next_o
             // Forty at a time.
             tokio::time::sleep(Duration::from_millis(1_000 * (number / 40))).await;
             let moment = random.between(Duration::ZERO, Duration::from_millis(1_800));
-            let _ = tokio::time::timeout(moment, one.send(&client)).await;
-            one
+            if number % 3 == 0 {
+                let _ = tokio::time::timeout(moment, client.post("/v1/operations", &plan(&one))).await;
+            } else {
+                let _ = tokio::time::timeout(moment, one.send(&client)).await;
+            }
+            (number % 3 == 0, one)
         });
     }
     let sent = dropped.join_all().await;
+    let (planned, sent): (Vec<_>, Vec<_>) = sent.into_iter().partition(|(is_planned, _)| *is_planned);
+    let planned: Vec<Sent> = planned.into_iter().map(|(_, one)| one).collect();
+    let sent: Vec<Sent> = sent.into_iter().map(|(_, one)| one).collect();
     remote.proxy.delay(Duration::ZERO);
     let aborted = sent.iter().filter(|one| one.acknowledged.is_none()).count();
     assert!(aborted > 20, "requests were dropped: {aborted}");
@@ -225,12 +231,21 @@ async fn requests_dropped_at_any_moment_leave_no_transaction_open_and_the_next_o
             0,
         )
         .await;
+    for one in &planned {
+        let answer = remote.client.post("/v1/operations", &plan(one)).await;
+        assert_eq!((answer.status, answer.header("operation-state")), (202, "planned"), "{answer:?}");
+        assert!(is_receipt(&remote.client.post(&format!("/v1/operations/{}/execute", one.id), "").await));
+    }
     let twice = "select count(*) from (select from shop.notes group by operation_id having count(*) > 1) x";
     assert_eq!(remote.number(twice).await, 0);
     let sent = settle_all(sent, &remote.client).await;
     audit(&remote.database.sql, &sent).await;
     let (in_use, _) = remote.running.app.pool.usage();
     assert!(in_use <= 1, "only the worker keeps a connection: {in_use}");
+}
+
+fn plan(one: &Sent) -> String {
+    format!(r#"{{"kind":"{}","operation_id":"{}","payload":{},"mode":"plan"}}"#, one.kind, one.id, one.payload)
 }
 
 #[tokio::test]
