@@ -46,10 +46,13 @@ impl Remote {
         sqlx::query_scalar(query).fetch_one(&self.database.sql).await.unwrap()
     }
 
-    async fn until(&self, query: &'static str, expected: i64) {
-        let give_up_at = Instant::now() + Duration::from_secs(15);
-        while self.number(query).await != expected {
-            assert!(Instant::now() < give_up_at, "{query}: never {expected}");
+    /// To be called before anything else is sent, which might end a transaction that somebody left open.
+    async fn no_transaction_is_open_within(&self, most: Duration) {
+        let open = "select count(*) from pg_stat_activity where datname = current_database()
+                    and application_name = 'opledger' and (state like 'idle in transaction%' or state = 'active')";
+        let give_up_at = Instant::now() + most;
+        while self.number(open).await > 0 {
+            assert!(Instant::now() < give_up_at, "a transaction is left open");
             tokio::time::sleep(Duration::from_millis(10)).await;
         }
     }
@@ -198,7 +201,8 @@ async fn a_database_that_is_gone_is_503_and_everything_goes_on_when_it_is_back()
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn requests_dropped_at_any_moment_leave_no_transaction_open_and_the_next_one_works() {
     let mut random = Random::announced("aborts");
-    let remote = Remote::start("[database]\nmax_connections = 3\napply_connections = 1\nacquire_timeout = \"30s\"\n").await;
+    let pool = "[database]\nmax_connections = 3\napply_connections = 1\nacquire_timeout = \"30s\"\n";
+    let remote = Remote::start(&format!("{pool}{QUIET}")).await;
     remote.proxy.delay(Duration::from_millis(200));
     let mut dropped = JoinSet::new();
     for number in 0..200 {
@@ -223,14 +227,8 @@ async fn requests_dropped_at_any_moment_leave_no_transaction_open_and_the_next_o
     remote.proxy.delay(Duration::ZERO);
     let aborted = sent.iter().filter(|one| one.acknowledged.is_none()).count();
     assert!(aborted > 20, "requests were dropped: {aborted}");
+    remote.no_transaction_is_open_within(Duration::from_secs(4)).await;
     remote.client.deposit("next", "acct-1", 1).await.succeeded();
-    remote
-        .until(
-            "select count(*) from pg_stat_activity where datname = current_database() and application_name = 'opledger'
-             and state like 'idle in transaction%' and clock_timestamp() - state_change > interval '300 milliseconds'",
-            0,
-        )
-        .await;
     for one in &planned {
         let answer = remote.client.post("/v1/operations", &plan(one)).await;
         assert_eq!((answer.status, answer.header("operation-state")), (202, "planned"), "{answer:?}");
@@ -242,6 +240,24 @@ async fn requests_dropped_at_any_moment_leave_no_transaction_open_and_the_next_o
     audit(&remote.database.sql, &sent).await;
     let (in_use, _) = remote.running.app.pool.usage();
     assert!(in_use <= 1, "only the worker keeps a connection: {in_use}");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_request_dropped_inside_its_transaction_does_not_hand_it_on() {
+    let remote = Remote::start(QUIET).await;
+    remote.client.get("/v1/operations?limit=1").await.succeeded();
+    remote.proxy.delay(Duration::from_millis(40));
+    for moment in 1..=25 {
+        let one = Sent::new(format!("t{moment}"), "note");
+        let _ = tokio::time::timeout(
+            Duration::from_millis(15 * moment),
+            remote.client.post("/v1/operations", &plan(&one)),
+        )
+        .await;
+        remote.no_transaction_is_open_within(Duration::from_secs(2)).await;
+    }
+    remote.proxy.delay(Duration::ZERO);
+    remote.client.deposit("next", "acct-1", 1).await.succeeded();
 }
 
 fn plan(one: &Sent) -> String {
