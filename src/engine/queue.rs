@@ -1,6 +1,12 @@
 //! Where deliveries wait for a group: first in, first out within a tenant, tenants in turn, bounded as a whole.
+//!
+//! A tenant has one turn at a time. Two groups of one tenant that ran side by side would meet on the same business rows,
+//! in whatever order their handlers lock them: they would wait for each other's commits, and now and then for each other.
+//! So a group holds its tenant's turn while it claims, runs and stores, and passes it on just before it commits: the next
+//! group works while this one's commit reaches the disk, and has nothing of it to wait for but that. What arrives
+//! meanwhile makes the next group larger.
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::{HashMap, HashSet, VecDeque};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use tokio::sync::Notify;
@@ -20,6 +26,8 @@ struct Waiting {
     members: HashMap<Tenant, VecDeque<Member>>,
     /// Tenants with members, in the order of their turns.
     turns: VecDeque<Tenant>,
+    /// Tenants whose turn is held by a group.
+    held: HashSet<Tenant>,
     length: usize,
     closed: bool,
 }
@@ -69,18 +77,18 @@ impl Queue {
 
     /// Waits for work and takes up to `most` members of the tenant whose turn it is: whatever is there, at once.
     /// `None` once the queue is closed and empty.
-    pub async fn take(&self, most: usize) -> Option<Vec<Member>> {
+    pub async fn take(&self, most: usize) -> Option<(Vec<Member>, Turn<'_>)> {
         loop {
             let arrived = self.arrived.notified();
             {
                 let mut waiting = self.lock();
-                if let Some(group) = waiting.group(most) {
+                if let Some((tenant, group)) = waiting.group(most) {
                     if waiting.length > 0 {
                         self.arrived.notify_one();
                     }
-                    return Some(group);
+                    return Some((group, Turn { queue: self, tenant }));
                 }
-                if waiting.closed {
+                if waiting.closed && waiting.length == 0 {
                     // Wake the next worker that waits, so that all of them see the end.
                     self.arrived.notify_one();
                     return None;
@@ -116,6 +124,24 @@ impl Queue {
     }
 }
 
+/// A tenant's turn; dropping it passes it on.
+pub struct Turn<'a> {
+    queue: &'a Queue,
+    tenant: Tenant,
+}
+
+impl Drop for Turn<'_> {
+    fn drop(&mut self) {
+        let mut waiting = self.queue.lock();
+        waiting.held.remove(&self.tenant);
+        let more = waiting.members.contains_key(&self.tenant);
+        drop(waiting);
+        if more {
+            self.queue.arrived.notify_one();
+        }
+    }
+}
+
 impl Waiting {
     fn insert(&mut self, member: Member, place: impl FnOnce(&mut VecDeque<Member>, Member)) {
         let tenant = member.tenant().clone();
@@ -127,17 +153,19 @@ impl Waiting {
         self.length += 1;
     }
 
-    fn group(&mut self, most: usize) -> Option<Vec<Member>> {
-        let tenant = self.turns.pop_front()?;
+    fn group(&mut self, most: usize) -> Option<(Tenant, Vec<Member>)> {
+        let place = self.turns.iter().position(|tenant| !self.held.contains(tenant))?;
+        let tenant = self.turns.remove(place)?;
         let members = self.members.get_mut(&tenant)?;
         let group: Vec<Member> = members.drain(..most.min(members.len())).collect();
         if members.is_empty() {
             self.members.remove(&tenant);
         } else {
-            self.turns.push_back(tenant);
+            self.turns.push_back(tenant.clone());
         }
         self.length -= group.len();
-        Some(group)
+        self.held.insert(tenant.clone());
+        Some((tenant, group))
     }
 }
 
@@ -146,8 +174,9 @@ mod tests {
     use super::*;
     use crate::engine::apply::test_member;
 
-    fn ids(group: Option<Vec<Member>>) -> Vec<String> {
+    fn ids(group: Option<(Vec<Member>, Turn<'_>)>) -> Vec<String> {
         group
+            .map(|(members, _)| members)
             .unwrap_or_default()
             .iter()
             .map(|member| member.id().as_str().to_owned())
@@ -164,6 +193,31 @@ mod tests {
         assert_eq!(ids(queue.take(2).await), ["4"]);
         assert_eq!(ids(queue.take(2).await), ["3"]);
         assert!(queue.is_empty());
+    }
+
+    #[tokio::test]
+    async fn a_tenant_has_one_turn_at_a_time_and_others_do_not_wait_for_it() {
+        let queue = Queue::new(10);
+        for (tenant, id) in [("a", "1"), ("a", "2"), ("b", "3")] {
+            assert!(queue.push(test_member(tenant, id)).is_ok());
+        }
+        let first = queue.take(1).await.unwrap();
+        assert_eq!(first.0[0].id().as_str(), "1");
+        assert_eq!(ids(queue.take(1).await), ["3"]);
+        let mut second = Box::pin(queue.take(1));
+        assert!(
+            futures_now(&mut second).await.is_none(),
+            "the first group still holds the turn"
+        );
+        drop(first.1);
+        assert_eq!(ids(second.await), ["2"]);
+    }
+
+    /// What a future gives if it is ready now.
+    async fn futures_now<T>(future: &mut (impl Future<Output = T> + Unpin)) -> Option<T> {
+        tokio::time::timeout(std::time::Duration::from_millis(20), future)
+            .await
+            .ok()
     }
 
     #[tokio::test]

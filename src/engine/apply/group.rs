@@ -7,6 +7,7 @@ use tokio::time::Instant;
 
 use super::{Apply, Member, log_trouble};
 use crate::engine::outcome::{Known, Outcome, after};
+use crate::engine::queue::Turn;
 use crate::ledger::claim::Times;
 use crate::ledger::operation::StateName;
 use crate::ledger::receipt::{self, Raised, Receipt};
@@ -20,11 +21,11 @@ use crate::postgres::session::{Limits, Session};
 /// Takes groups until the queue is closed and empty.
 pub async fn work(apply: Arc<Apply>) {
     let mut session = None;
-    while let Some(group) = apply.queue.take(apply.settings.largest_group).await {
+    while let Some((group, turn)) = apply.queue.take(apply.settings.largest_group).await {
         let (group, twins) = without_twins(group);
         // A second delivery of the same id must not meet the first one's uncommitted row in the same transaction; it
         // goes first in the next group, where it finds the committed one.
-        let outcome = commit(&apply, &mut session, &group).await;
+        let outcome = commit(&apply, &mut session, &group, turn).await;
         apply.queue.put_back(twins);
         match outcome {
             Ok(endings) => finish(&apply, group, endings),
@@ -69,20 +70,31 @@ impl From<read::Error> for Error {
     }
 }
 
-async fn commit(apply: &Apply, kept: &mut Option<Session>, group: &[Member]) -> Result<Vec<Ending>, Error> {
+async fn commit(
+    apply: &Apply,
+    kept: &mut Option<Session>,
+    group: &[Member],
+    turn: Turn<'_>,
+) -> Result<Vec<Ending>, Error> {
     let began = Instant::now();
     let mut session = match kept.take() {
         Some(session) => session,
         None => apply.pool.session().await?,
     };
+    // No handler of a group may run longer than its own kind allows.
+    let shortest = group.iter().map(|member| member.submission.kind.timeout).min();
     let limits = Limits {
         lock: apply.settings.group_lock,
-        statement: apply.settings.group_statement,
+        statement: shortest.map_or(apply.settings.group_statement, |own| {
+            own.min(apply.settings.group_statement)
+        }),
     };
     session.begin(limits).await?;
     let submissions: Vec<&Submission> = group.iter().map(|member| &*member.submission).collect();
     let endings = fill(apply, &mut session, &submissions).await?;
     let committing = Instant::now();
+    // Everything this group locks, it has: the next one of this tenant can wait for nothing but this commit.
+    drop(turn);
     session.commit().await?;
     apply.metrics.group(group.len(), committing.elapsed(), began.elapsed());
     *kept = Some(session);
