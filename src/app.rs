@@ -315,7 +315,10 @@ impl Running {
         self.heart.wait().await;
         // It would wait for the connections of what is left; those close with the process.
         let _ = tokio::time::timeout(CLOSING, self.app.pool.close()).await;
-        Left { connections, operations }
+        Left {
+            connections,
+            operations,
+        }
     }
 }
 

@@ -133,7 +133,8 @@ impl Intake {
         let outcome = match operation.state {
             State::Planned => {
                 let (intake, operation, actor) = (self.clone(), operation.clone(), caller.actor());
-                self.finished(async move { intake.claim_and_run(&operation, &actor, preference).await }).await?
+                self.finished(async move { intake.claim_and_run(&operation, &actor, preference).await })
+                    .await?
             }
             State::WaitingApproval
             | State::Running
@@ -197,8 +198,15 @@ impl Intake {
     }
 
     /// Claims what a sweep found abandoned, and runs it in the background. Says whether it did.
-    pub async fn take_over(self: &Arc<Self>, tenant: &Tenant, id: &OperationId, seen: Seen) -> Result<bool, DatabaseError> {
-        let Some(stored) = self.claim(tenant, id, seen, &self.actor()).await? else { return Ok(false) };
+    pub async fn take_over(
+        self: &Arc<Self>,
+        tenant: &Tenant,
+        id: &OperationId,
+        seen: Seen,
+    ) -> Result<bool, DatabaseError> {
+        let Some(stored) = self.claim(tenant, id, seen, &self.actor()).await? else {
+            return Ok(false);
+        };
         self.run_in_background(stored);
         Ok(true)
     }
@@ -232,13 +240,20 @@ impl Intake {
     /// Stores and claims at once, answers, and runs in the background.
     async fn accept(self: &Arc<Self>, submission: Submission) -> Result<Outcome, Refusal> {
         let submission = Arc::new(submission);
-        let beginning = Beginning::Accepted { instance: self.instance };
-        let stored = self.write_unclear(async |session| plan::store(session, &submission, beginning).await).await;
+        let beginning = Beginning::Accepted {
+            instance: self.instance,
+        };
+        let stored = self
+            .write_unclear(async |session| plan::store(session, &submission, beginning).await)
+            .await;
         let stored = stored.map_err(|error| refusal(&error))?;
         if stored.value {
             let operation = known(&submission, StateName::Running);
             self.spawn(submission, Work::Claimed { attempt: 1, version: 1 });
-            return stored.committed.map(|()| Outcome::Accepted { operation }).map_err(|error| refusal(&error));
+            return stored
+                .committed
+                .map(|()| Outcome::Accepted { operation })
+                .map_err(|error| refusal(&error));
         }
         match self.operation(&submission.tenant, &submission.id).await? {
             // The caller asked not to wait: still running is no conflict for it.
@@ -297,8 +312,9 @@ impl Intake {
         seen: Seen,
         actor: &str,
     ) -> Result<Option<Stored>, DatabaseError> {
-        let claimed =
-            self.write_unclear(async |session| plan::claim(session, tenant, id, seen, self.instance, actor).await).await?;
+        let claimed = self
+            .write_unclear(async |session| plan::claim(session, tenant, id, seen, self.instance, actor).await)
+            .await?;
         match (claimed.value, claimed.committed) {
             (Some(stored), Err(error)) => {
                 self.run_in_background(stored);

@@ -142,17 +142,14 @@ pub async fn sweep(intake: &Arc<Intake>, lease: Duration) -> Result<u64, Error> 
 }
 
 async fn take_over(intake: &Arc<Intake>, tenant: &Tenant, id: &OperationId, seen: Seen) -> Result<bool, Error> {
-    let Some(seen) = waiting(intake, tenant, id, seen).await? else { return Ok(false) };
+    let Some(seen) = waiting(intake, tenant, id, seen).await? else {
+        return Ok(false);
+    };
     intake.take_over(tenant, id, seen).await
 }
 
 /// Brings an abandoned operation to `retry_wait`; `None` if it changed meanwhile.
-async fn waiting(
-    intake: &Intake,
-    tenant: &Tenant,
-    id: &OperationId,
-    seen: Seen,
-) -> Result<Option<Seen>, Error> {
+async fn waiting(intake: &Intake, tenant: &Tenant, id: &OperationId, seen: Seen) -> Result<Option<Seen>, Error> {
     if seen.state == StateName::RetryWait {
         return Ok(Some(seen));
     }

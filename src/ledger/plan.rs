@@ -139,7 +139,13 @@ pub async fn claim(
 /// Puts the claim of a lapsed instance back: its attempt never committed, so it is known not to have acted.
 ///
 /// A row that is locked is left to a later sweep: its process may be silent and its transaction still open.
-pub async fn lapse(session: &mut Session, tenant: &Tenant, id: &OperationId, version: i32, actor: &str) -> Result<bool, Error> {
+pub async fn lapse(
+    session: &mut Session,
+    tenant: &Tenant,
+    id: &OperationId,
+    version: i32,
+    actor: &str,
+) -> Result<bool, Error> {
     let now = clock(session).await?;
     let changed = sqlx::query!(
         r#"

@@ -50,7 +50,11 @@ struct Heard<'e, T> {
 impl<'e, T> Heard<'e, T> {
     fn new(rows: BoxStream<'e, Result<T, Error>>, patience: Option<Duration>, unanswered: &'e mut bool) -> Self {
         *unanswered = true;
-        Self { rows, silence: patience.map(|patience| (patience, Box::pin(tokio::time::sleep(patience)))), unanswered }
+        Self {
+            rows,
+            silence: patience.map(|patience| (patience, Box::pin(tokio::time::sleep(patience)))),
+            unanswered,
+        }
     }
 }
 
@@ -89,7 +93,11 @@ impl<'c> Executor<'c> for &'c mut Session {
     {
         let named_statements = self.named_statements();
         let (connection, patience, unanswered) = self.parts();
-        let rows = if named_statements { connection.fetch_many(query) } else { connection.fetch_many(Unnamed(query)) };
+        let rows = if named_statements {
+            connection.fetch_many(query)
+        } else {
+            connection.fetch_many(Unnamed(query))
+        };
         Box::pin(Heard::new(rows, patience, unanswered))
     }
 

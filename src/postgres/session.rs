@@ -39,7 +39,13 @@ pub struct Session {
 
 impl Session {
     pub(super) fn new(connection: PoolConnection<Postgres>, named_statements: bool) -> Self {
-        Self { connection, named_statements, in_transaction: false, patience: None, unanswered: false }
+        Self {
+            connection,
+            named_statements,
+            in_transaction: false,
+            patience: None,
+            unanswered: false,
+        }
     }
 
     /// The connection itself, for migrations, which may take their time; other statements run on the session.
@@ -74,7 +80,10 @@ impl Session {
         );
         self.expect_answers(limits);
         self.in_transaction = true;
-        sqlx::raw_sql(sqlx::AssertSqlSafe(begin)).execute(&mut *self).await.map_err(doing("begin a transaction"))?;
+        sqlx::raw_sql(sqlx::AssertSqlSafe(begin))
+            .execute(&mut *self)
+            .await
+            .map_err(doing("begin a transaction"))?;
         Ok(())
     }
 
@@ -110,7 +119,10 @@ impl Session {
 
     /// Marks a point within the transaction to roll back to.
     pub async fn savepoint(&mut self) -> Result<(), Error> {
-        sqlx::raw_sql("savepoint effect").execute(&mut *self).await.map_err(doing("set a savepoint"))?;
+        sqlx::raw_sql("savepoint effect")
+            .execute(&mut *self)
+            .await
+            .map_err(doing("set a savepoint"))?;
         Ok(())
     }
 
@@ -124,7 +136,10 @@ impl Session {
     }
 
     async fn end(&mut self, statement: &'static str, intent: &'static str) -> Result<(), Error> {
-        sqlx::raw_sql(statement).execute(&mut *self).await.map_err(doing(intent))?;
+        sqlx::raw_sql(statement)
+            .execute(&mut *self)
+            .await
+            .map_err(doing(intent))?;
         self.in_transaction = false;
         Ok(())
     }

@@ -39,7 +39,14 @@ impl Remote {
         let (directory, config) = write_config(&format!("{lines}{}", notes::KINDS));
         let running = serve(&config, &proxy.url("opledger", &database.name)).await;
         let client = Client::new(running.address, &key);
-        Self { database, proxy, running, client, config, _directory: directory }
+        Self {
+            database,
+            proxy,
+            running,
+            client,
+            config,
+            _directory: directory,
+        }
     }
 
     async fn number(&self, query: &'static str) -> i64 {
@@ -168,7 +175,10 @@ async fn a_database_that_stands_still_for_a_while_costs_time_and_nothing_else() 
     };
     let (sent, ()) = tokio::join!(senders, network);
     let unanswered = sent.iter().filter(|one| one.acknowledged.is_none()).count();
-    assert!(unanswered <= 32, "only what was cut off at the end is open: {unanswered}");
+    assert!(
+        unanswered <= 32,
+        "only what was cut off at the end is open: {unanswered}"
+    );
     let sent = settle_all(sent, &remote.client).await;
     audit(&remote.database.sql, &sent).await;
 }
@@ -179,7 +189,9 @@ async fn a_database_that_is_gone_is_503_and_everything_goes_on_when_it_is_back()
         "[database]\nacquire_timeout = \"300ms\"\n[kinds.\"note.brief\"]\nhandler = \"shop.note\"\ntimeout = \"1s\"\n",
     )
     .await;
-    let mut sent: Vec<Sent> = (0..8).map(|number| Sent::new(format!("g{number}"), "note.brief")).collect();
+    let mut sent: Vec<Sent> = (0..8)
+        .map(|number| Sent::new(format!("g{number}"), "note.brief"))
+        .collect();
     sent[0].settle(&remote.client).await;
     remote.proxy.flow(false);
     let mut asked = JoinSet::new();
@@ -187,11 +199,17 @@ async fn a_database_that_is_gone_is_503_and_everything_goes_on_when_it_is_back()
         let client = remote.client.clone();
         asked.spawn(async move {
             let mut one = one;
-            tokio::time::timeout(Duration::from_secs(18), one.send(&client)).await.expect("an answer").unwrap()
+            tokio::time::timeout(Duration::from_secs(18), one.send(&client))
+                .await
+                .expect("an answer")
+                .unwrap()
         });
     }
     for answer in asked.join_all().await {
-        assert!(is_receipt(&answer) || (answer.status == 503 && !answer.header("retry-after").is_empty()), "{answer:?}");
+        assert!(
+            is_receipt(&answer) || (answer.status == 503 && !answer.header("retry-after").is_empty()),
+            "{answer:?}"
+        );
     }
     remote.proxy.flow(true);
     let sent = settle_all(sent, &remote.client).await;
@@ -231,8 +249,17 @@ async fn requests_dropped_at_any_moment_leave_no_transaction_open_and_the_next_o
     remote.client.deposit("next", "acct-1", 1).await.succeeded();
     for one in &planned {
         let answer = remote.client.post("/v1/operations", &plan(one)).await;
-        assert_eq!((answer.status, answer.header("operation-state")), (202, "planned"), "{answer:?}");
-        assert!(is_receipt(&remote.client.post(&format!("/v1/operations/{}/execute", one.id), "").await));
+        assert_eq!(
+            (answer.status, answer.header("operation-state")),
+            (202, "planned"),
+            "{answer:?}"
+        );
+        assert!(is_receipt(
+            &remote
+                .client
+                .post(&format!("/v1/operations/{}/execute", one.id), "")
+                .await
+        ));
     }
     let twice = "select count(*) from (select from shop.notes group by operation_id having count(*) > 1) x";
     assert_eq!(remote.number(twice).await, 0);
@@ -261,23 +288,37 @@ async fn a_request_dropped_inside_its_transaction_does_not_hand_it_on() {
 }
 
 fn plan(one: &Sent) -> String {
-    format!(r#"{{"kind":"{}","operation_id":"{}","payload":{},"mode":"plan"}}"#, one.kind, one.id, one.payload)
+    format!(
+        r#"{{"kind":"{}","operation_id":"{}","payload":{},"mode":"plan"}}"#,
+        one.kind, one.id, one.payload
+    )
 }
 
 #[tokio::test]
 async fn transfers_in_opposite_order_all_succeed() {
     for group_commit in [true, false] {
-        let kind = format!(
-            "[kinds.\"account.transfer\"]\nhandler = \"shop.transfer\"\ngroup_commit = {group_commit}\n"
-        );
-        let ledger = Ledger::with(Setup { config: kind, ..Setup::default() }).await;
+        let kind =
+            format!("[kinds.\"account.transfer\"]\nhandler = \"shop.transfer\"\ngroup_commit = {group_commit}\n");
+        let ledger = Ledger::with(Setup {
+            config: kind,
+            ..Setup::default()
+        })
+        .await;
         let second = ledger.second().await;
         let (here, there) = (ledger.agent(), ledger.agent().at(second.address));
         for round in 0..100 {
             let (forth, back) = (format!("f{round}"), format!("b{round}"));
             let (one, other) = tokio::join!(
-                here.submit(&forth, "account.transfer", r#"{"from":"acct-1","to":"acct-2","amount":3}"#),
-                there.submit(&back, "account.transfer", r#"{"from":"acct-2","to":"acct-1","amount":2}"#),
+                here.submit(
+                    &forth,
+                    "account.transfer",
+                    r#"{"from":"acct-1","to":"acct-2","amount":3}"#
+                ),
+                there.submit(
+                    &back,
+                    "account.transfer",
+                    r#"{"from":"acct-2","to":"acct-1","amount":2}"#
+                ),
             );
             one.succeeded();
             other.succeeded();
@@ -310,7 +351,14 @@ async fn deadlocks(group_commit: bool) {
     })
     .await;
     // PostgreSQL looks for deadlocks after a second; a hundred rounds would take minutes.
-    run(&ledger.sql, &format!("alter role opledger in database \"{}\" set deadlock_timeout = '10ms'", ledger.database)).await;
+    run(
+        &ledger.sql,
+        &format!(
+            "alter role opledger in database \"{}\" set deadlock_timeout = '10ms'",
+            ledger.database
+        ),
+    )
+    .await;
     let (one, other) = (ledger.second().await, ledger.second().await);
     let (here, there) = (ledger.agent().at(one.address), ledger.agent().at(other.address));
     for round in 0..100 {
@@ -320,7 +368,11 @@ async fn deadlocks(group_commit: bool) {
             there.submit(&back, "swap", r#"{"first":"b","second":"a"}"#),
         );
         for (id, client, mut answer) in [(forth, &here, answers.0), (back, &there, answers.1)] {
-            let payload = if id.starts_with('f') { r#"{"first":"a","second":"b"}"# } else { r#"{"first":"b","second":"a"}"# };
+            let payload = if id.starts_with('f') {
+                r#"{"first":"a","second":"b"}"#
+            } else {
+                r#"{"first":"b","second":"a"}"#
+            };
             while answer.status == 503 {
                 assert!(!answer.header("retry-after").is_empty());
                 answer = client.submit(&id, "swap", payload).await;
@@ -328,11 +380,21 @@ async fn deadlocks(group_commit: bool) {
             answer.succeeded();
         }
     }
-    assert_eq!(ledger.count("select sum(swaps) from shop.pairs where name = 'a'").await, 200);
-    assert_eq!(ledger.count("select sum(swaps) from shop.pairs where name = 'b'").await, 200);
+    assert_eq!(
+        ledger.count("select sum(swaps) from shop.pairs where name = 'a'").await,
+        200
+    );
+    assert_eq!(
+        ledger.count("select sum(swaps) from shop.pairs where name = 'b'").await,
+        200
+    );
     let give_up_at = Instant::now() + Duration::from_secs(10);
     // Sessions report what they met when they are idle; without deadlocks this test shows nothing.
-    while ledger.count("select deadlocks from pg_stat_database where datname = current_database()").await == 0 {
+    while ledger
+        .count("select deadlocks from pg_stat_database where datname = current_database()")
+        .await
+        == 0
+    {
         assert!(Instant::now() < give_up_at, "there was no deadlock");
         tokio::time::sleep(Duration::from_millis(50)).await;
     }

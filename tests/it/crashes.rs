@@ -138,7 +138,11 @@ async fn a_process_killed_inside_a_handler_leaves_no_effect_and_a_free_id() {
         assert_eq!(number(&database.sql, "select count(*) from ledger.operations").await, 0);
         assert_eq!(effects(&database.sql, kind).await, 0);
         process = Process::serve(&config, &database.service_url);
-        let answer = client.at(process.address).submit(kind, kind, r#"{"pause":0.5}"#).await.succeeded();
+        let answer = client
+            .at(process.address)
+            .submit(kind, kind, r#"{"pause":0.5}"#)
+            .await
+            .succeeded();
         assert!(!answer.is_replay());
         assert_eq!(effects(&database.sql, kind).await, 1);
         run_away(&database.sql).await;
@@ -147,7 +151,11 @@ async fn a_process_killed_inside_a_handler_leaves_no_effect_and_a_free_id() {
 
 /// Empties the tables between two halves of a test.
 async fn run_away(sql: &PgPool) {
-    crate::support::run(sql, "truncate ledger.operations, ledger.receipts, ledger.history; delete from shop.notes").await;
+    crate::support::run(
+        sql,
+        "truncate ledger.operations, ledger.receipts, ledger.history; delete from shop.notes",
+    )
+    .await;
 }
 
 #[tokio::test]
@@ -178,22 +186,35 @@ async fn a_frozen_process_that_wakes_after_its_lease_changes_nothing_any_more() 
     frozen.signal(Signal::SIGSTOP);
     let second = Process::serve(&config, &database.service_url);
     // The two that were in their transactions hold their rows; that must not keep the third from being taken over.
-    until(&database.sql, "select count(*) from ledger.operations where operation_id = 'fenced' and state = 'succeeded'", 1).await;
+    until(
+        &database.sql,
+        "select count(*) from ledger.operations where operation_id = 'fenced' and state = 'succeeded'",
+        1,
+    )
+    .await;
     frozen.signal(Signal::SIGCONT);
     let sent = settle_all(sent, &client.at(second.address)).await;
     until(&database.sql, IN_HANDLERS, 0).await;
     // The woken process has had its turn at the third one when it answers about it.
-    client.submit("fenced", "note.alone", r#"{"pause":0.8}"#).await.succeeded();
+    client
+        .submit("fenced", "note.alone", r#"{"pause":0.8}"#)
+        .await
+        .succeeded();
     audit(&database.sql, &sent).await;
-    assert_eq!(number(&database.sql, "select attempt from ledger.operations where operation_id = 'fenced'").await, 2);
+    assert_eq!(
+        number(
+            &database.sql,
+            "select attempt from ledger.operations where operation_id = 'fenced'"
+        )
+        .await,
+        2
+    );
 }
 
 #[tokio::test]
 async fn a_process_frozen_inside_its_transaction_does_not_hold_an_operation_for_ever() {
-    let (database, key, _directory, config) = quick(
-        "[kinds.\"note.brief\"]\nhandler = \"shop.note\"\ngroup_commit = false\ntimeout = \"2s\"\n",
-    )
-    .await;
+    let (database, key, _directory, config) =
+        quick("[kinds.\"note.brief\"]\nhandler = \"shop.note\"\ngroup_commit = false\ntimeout = \"2s\"\n").await;
     let frozen = Process::serve(&config, &database.service_url);
     let client = Client::new(frozen.address, &key);
     let mut one = Sent::new("held".to_owned(), "note.brief");
@@ -211,14 +232,22 @@ async fn a_process_frozen_inside_its_transaction_does_not_hold_an_operation_for_
 
 #[tokio::test]
 async fn a_process_whose_clock_is_ten_minutes_ahead_takes_nothing_over_and_purges_nothing_early() {
-    let library = ["/usr/lib/x86_64-linux-gnu", "/usr/lib/aarch64-linux-gnu", "/usr/lib64", "/usr/local/lib"]
-        .map(|place| format!("{place}/faketime/libfaketimeMT.so.1"))
-        .into_iter()
-        .find(|path| Path::new(path).exists())
-        .expect("this test needs libfaketime: install the package faketime (Debian: apt-get install -y faketime)");
-    let ahead = [("LD_PRELOAD", library.as_str()), ("FAKETIME", "+10m"), ("FAKETIME_DONT_FAKE_MONOTONIC", "1")];
-    let (database, key, _directory, config) =
-        quick(&format!("[retention]\nreceipts = \"5m\"\n{CROWDED}")).await;
+    let library = [
+        "/usr/lib/x86_64-linux-gnu",
+        "/usr/lib/aarch64-linux-gnu",
+        "/usr/lib64",
+        "/usr/local/lib",
+    ]
+    .map(|place| format!("{place}/faketime/libfaketimeMT.so.1"))
+    .into_iter()
+    .find(|path| Path::new(path).exists())
+    .expect("this test needs libfaketime: install the package faketime (Debian: apt-get install -y faketime)");
+    let ahead = [
+        ("LD_PRELOAD", library.as_str()),
+        ("FAKETIME", "+10m"),
+        ("FAKETIME_DONT_FAKE_MONOTONIC", "1"),
+    ];
+    let (database, key, _directory, config) = quick(&format!("[retention]\nreceipts = \"5m\"\n{CROWDED}")).await;
     let right = Process::serve(&config, &database.service_url);
     let fast = Process::serve_with(&config, &database.service_url, "127.0.0.1:0".parse().unwrap(), &ahead);
     let client = Client::new(right.address, &key);
@@ -226,11 +255,18 @@ async fn a_process_whose_clock_is_ten_minutes_ahead_takes_nothing_over_and_purge
     let mut live = crowd(&database.sql, &client, r#"{"pause":2}"#, "live").await;
     let mut fresh = Sent::new("fresh".to_owned(), "note");
     fresh.settle(&client).await;
-    let purge = command(&["purge", "--json", "--config", config.to_str().unwrap()], &database.service_url)
-        .envs(ahead)
-        .output()
-        .unwrap();
-    assert_eq!(String::from_utf8_lossy(&purge.stdout).trim(), r#"{"receipts":0,"tombstones":0}"#, "{purge:?}");
+    let purge = command(
+        &["purge", "--json", "--config", config.to_str().unwrap()],
+        &database.service_url,
+    )
+    .envs(ahead)
+    .output()
+    .unwrap();
+    assert_eq!(
+        String::from_utf8_lossy(&purge.stdout).trim(),
+        r#"{"receipts":0,"tombstones":0}"#,
+        "{purge:?}"
+    );
     // The clock is really another one, or this test shows nothing.
     assert!(minutes_ahead(&fast) >= 9, "faketime does not work here");
 
@@ -274,15 +310,18 @@ async fn a_second_process_leaves_the_living_ones_work_alone() {
 /// Two places for slow operations.
 const CROWDED: &str = "[database]\nmax_connections = 5\napply_connections = 1\n";
 
-const NOT_LEFT_ALONE: &str =
-    "(select count(*) from ledger.history where event = 'claim_lapsed') + (select count(*) from ledger.operations where attempt <> 1)";
+const NOT_LEFT_ALONE: &str = "(select count(*) from ledger.history where event = 'claim_lapsed') + (select count(*) from ledger.operations where attempt <> 1)";
 
 /// Three accepted operations in a crowded process: two run, and hold their rows. The last, of this name, is claimed and
 /// waits without a transaction: only the rules of the lease protect it.
 async fn crowd(sql: &PgPool, client: &Client, payload: &'static str, last: &str) -> Vec<Sent> {
     let mut sent = Vec::new();
     for name in ["s1", "s2", last] {
-        let mut one = Sent { payload, respond_async: true, ..Sent::new(name.to_owned(), "note.alone") };
+        let mut one = Sent {
+            payload,
+            respond_async: true,
+            ..Sent::new(name.to_owned(), "note.alone")
+        };
         assert_eq!(one.send(client).await.unwrap().status, 202);
         sent.push(one);
     }
@@ -296,23 +335,46 @@ const IN_HANDLERS: &str =
 #[tokio::test]
 async fn a_killed_purge_leaves_each_operation_whole_or_gone() {
     let (database, key, _directory, config) = quick("[retention]\nreceipts = \"1s\"\n").await;
-    let quiet = std::fs::read_to_string(&config).unwrap().replace("[recovery]", "[recovery]\npurge = \"forever\"");
+    let quiet = std::fs::read_to_string(&config)
+        .unwrap()
+        .replace("[recovery]", "[recovery]\npurge = \"forever\"");
     std::fs::write(&config, quiet).unwrap();
     let process = Process::serve(&config, &database.service_url);
     let client = Client::new(process.address, &key);
     let sent = (0..300).map(|number| Sent::new(format!("p{number}"), "note")).collect();
     settle_all(sent, &client).await;
-    until(&database.sql, "select count(*) from ledger.receipts where expires_at > clock_timestamp()", 0).await;
+    until(
+        &database.sql,
+        "select count(*) from ledger.receipts where expires_at > clock_timestamp()",
+        0,
+    )
+    .await;
     // A held history row stops the purge in the middle of its statement.
     let mut holder = database.sql.begin().await.unwrap();
-    sqlx::query("select from ledger.history where operation_id = 'p150' for update").execute(&mut *holder).await.unwrap();
+    sqlx::query("select from ledger.history where operation_id = 'p150' for update")
+        .execute(&mut *holder)
+        .await
+        .unwrap();
     let purge = ["purge", "--json", "--config", config.to_str().unwrap()];
-    let mut purging = command(&purge, &database.service_url).stdout(std::process::Stdio::null()).spawn().unwrap();
-    until(&database.sql, "select count(*) from pg_stat_activity where datname = current_database() and wait_event_type = 'Lock'", 1).await;
+    let mut purging = command(&purge, &database.service_url)
+        .stdout(std::process::Stdio::null())
+        .spawn()
+        .unwrap();
+    until(
+        &database.sql,
+        "select count(*) from pg_stat_activity where datname = current_database() and wait_event_type = 'Lock'",
+        1,
+    )
+    .await;
     purging.kill().unwrap();
     purging.wait().unwrap();
     holder.rollback().await.unwrap();
-    until(&database.sql, "select count(*) from pg_stat_activity where datname = current_database() and state = 'active'", 1).await;
+    until(
+        &database.sql,
+        "select count(*) from pg_stat_activity where datname = current_database() and state = 'active'",
+        1,
+    )
+    .await;
     let torn = "select count(*) from ledger.operations o where (o.purged_at is null) <> exists
             (select from ledger.receipts r where r.operation_id = o.operation_id)
          or (o.purged_at is null) <> exists (select from ledger.history h where h.operation_id = o.operation_id)";
@@ -320,7 +382,14 @@ async fn a_killed_purge_leaves_each_operation_whole_or_gone() {
     let end = finished(&purge, &database.service_url).await;
     assert_eq!(end.code, Some(0), "{end:?}");
     assert_eq!(number(&database.sql, torn).await, 0);
-    assert_eq!(number(&database.sql, "select count(*) from ledger.operations where purged_at is null").await, 0);
+    assert_eq!(
+        number(
+            &database.sql,
+            "select count(*) from ledger.operations where purged_at is null"
+        )
+        .await,
+        0
+    );
     client.submit("p150", "note", "{}").await.is(410, "receipt-expired");
     assert_eq!(effects(&database.sql, "p150").await, 1);
 }
@@ -335,7 +404,10 @@ async fn quick(lines: &str) -> (Database, String, tempfile::TempDir, std::path::
 }
 
 async fn number(sql: &PgPool, query: &'static str) -> i64 {
-    sqlx::query_scalar(sqlx::AssertSqlSafe(format!("select ({query})::bigint"))).fetch_one(sql).await.unwrap()
+    sqlx::query_scalar(sqlx::AssertSqlSafe(format!("select ({query})::bigint")))
+        .fetch_one(sql)
+        .await
+        .unwrap()
 }
 
 /// Waits until a count is as expected.
@@ -346,7 +418,10 @@ async fn until(sql: &PgPool, query: &'static str, expected: i64) {
         if found == expected {
             return;
         }
-        assert!(std::time::Instant::now() < give_up_at, "{query}: {found}, not {expected}");
+        assert!(
+            std::time::Instant::now() < give_up_at,
+            "{query}: {found}, not {expected}"
+        );
         tokio::time::sleep(Duration::from_millis(10)).await;
     }
 }

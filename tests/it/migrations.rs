@@ -21,7 +21,10 @@ async fn refused(lines: &str, database_url: &str) -> String {
     let (_directory, config) = write_config(lines);
     let serve = ["serve", "--listen", "127.0.0.1:0", "--config", config.to_str().unwrap()];
     let Finished { code, stderr, .. } = finished(&serve, database_url).await;
-    assert!(code.is_some_and(|code| code != 0), "it starts or crashes: {code:?} {stderr}");
+    assert!(
+        code.is_some_and(|code| code != 0),
+        "it starts or crashes: {code:?} {stderr}"
+    );
     assert!(!stderr.contains("panicked"), "{stderr}");
     stderr
 }
@@ -29,13 +32,26 @@ async fn refused(lines: &str, database_url: &str) -> String {
 #[tokio::test]
 async fn several_processes_migrate_at_once_and_one_of_them_does() {
     let database = Database::empty().await;
-    let ends = tokio::join!(migrate(&database), migrate(&database), migrate(&database), migrate(&database), migrate(&database));
+    let ends = tokio::join!(
+        migrate(&database),
+        migrate(&database),
+        migrate(&database),
+        migrate(&database),
+        migrate(&database)
+    );
     let ends = [ends.0, ends.1, ends.2, ends.3, ends.4];
     for end in &ends {
         assert_eq!(end.code, Some(0), "{end:?}");
     }
-    assert_eq!(ends.iter().filter(|end| end.stdout.contains("applied 0001")).count(), 1, "{ends:?}");
-    assert_eq!(number(&database, "select count(*) from ledger.migrations where version = 1").await, 1);
+    assert_eq!(
+        ends.iter().filter(|end| end.stdout.contains("applied 0001")).count(),
+        1,
+        "{ends:?}"
+    );
+    assert_eq!(
+        number(&database, "select count(*) from ledger.migrations where version = 1").await,
+        1
+    );
     assert_eq!(number(&database, "select count(*) from pg_locks where locktype = 'advisory' and database = (select oid from pg_database where datname = current_database())").await, 0);
 }
 
@@ -45,7 +61,10 @@ async fn a_check_says_what_is_pending_and_changes_nothing() {
     let before = finished(&["migrate", "--check"], &database.owner_url).await;
     assert_eq!(before.code, Some(1), "{before:?}");
     assert!(before.stdout.contains("pending 0001"), "{before:?}");
-    assert_eq!(number(&database, "select count(*) from pg_namespace where nspname = 'ledger'").await, 0);
+    assert_eq!(
+        number(&database, "select count(*) from pg_namespace where nspname = 'ledger'").await,
+        0
+    );
     assert_eq!(migrate(&database).await.code, Some(0));
     let after = finished(&["migrate", "--check"], &database.owner_url).await;
     assert_eq!((after.code, after.stdout.trim()), (Some(0), "up to date"));
@@ -60,13 +79,21 @@ async fn a_migration_whose_text_was_changed_afterwards_is_refused_by_every_comma
         assert_ne!(end.code, Some(0), "{end:?}");
         assert!(end.stderr.contains("applied with other contents"), "{end:?}");
     }
-    assert!(refused("", &database.service_url).await.contains("applied with other contents"));
+    assert!(
+        refused("", &database.service_url)
+            .await
+            .contains("applied with other contents")
+    );
 }
 
 #[tokio::test]
 async fn a_database_that_a_later_release_migrated_is_served_and_named() {
     let database = Database::create().await;
-    run(&database.sql, "insert into ledger.migrations (version, name, checksum) values (9999, '9999 later', repeat('0', 96))").await;
+    run(
+        &database.sql,
+        "insert into ledger.migrations (version, name, checksum) values (9999, '9999 later', repeat('0', 96))",
+    )
+    .await;
     let check = finished(&["migrate", "--check"], &database.owner_url).await;
     assert_eq!(check.code, Some(0), "{check:?}");
     assert!(check.stdout.contains("9999"), "{check:?}");
@@ -78,11 +105,18 @@ async fn a_database_that_a_later_release_migrated_is_served_and_named() {
 async fn a_migration_that_fails_leaves_nothing_behind_and_runs_once_it_can() {
     let database = Database::empty().await;
     // Something is in the way of the last table.
-    run(&database.sql, "create schema ledger; create table ledger.deliveries (x int)").await;
+    run(
+        &database.sql,
+        "create schema ledger; create table ledger.deliveries (x int)",
+    )
+    .await;
     let end = migrate(&database).await;
     assert_ne!(end.code, Some(0), "{end:?}");
     assert!(end.stderr.contains("failed to run migration 0001"), "{end:?}");
-    assert_eq!(number(&database, "select count(*) from pg_tables where schemaname = 'ledger'").await, 1);
+    assert_eq!(
+        number(&database, "select count(*) from pg_tables where schemaname = 'ledger'").await,
+        1
+    );
     run(&database.sql, "drop table ledger.deliveries").await;
     assert_eq!(migrate(&database).await.code, Some(0));
 }
@@ -90,10 +124,17 @@ async fn a_migration_that_fails_leaves_nothing_behind_and_runs_once_it_can() {
 #[tokio::test]
 async fn a_role_name_that_is_none_is_refused_before_anything_is_done() {
     let database = Database::empty().await;
-    let end = finished(&["migrate", "--grant-to", "x\"; drop schema ledger; --"], &database.owner_url).await;
+    let end = finished(
+        &["migrate", "--grant-to", "x\"; drop schema ledger; --"],
+        &database.owner_url,
+    )
+    .await;
     assert_ne!(end.code, Some(0));
     assert!(end.stderr.contains("role name"), "{end:?}");
-    assert_eq!(number(&database, "select count(*) from pg_namespace where nspname = 'ledger'").await, 0);
+    assert_eq!(
+        number(&database, "select count(*) from pg_namespace where nspname = 'ledger'").await,
+        0
+    );
 }
 
 #[tokio::test]
@@ -122,7 +163,11 @@ async fn the_services_role_owns_nothing_and_cannot_rewrite_the_past() {
     ] {
         let refused = sqlx::query(statement).execute(&service).await.expect_err(statement);
         // insufficient_privilege, or "must be owner", which has the same code.
-        assert_eq!(refused.as_database_error().unwrap().code().as_deref(), Some("42501"), "{statement}: {refused}");
+        assert_eq!(
+            refused.as_database_error().unwrap().code().as_deref(),
+            Some("42501"),
+            "{statement}: {refused}"
+        );
     }
     service.close().await;
 }
@@ -131,18 +176,39 @@ async fn the_services_role_owns_nothing_and_cannot_rewrite_the_past() {
 async fn a_database_without_the_schema_is_not_served() {
     let database = Database::empty().await;
     let said = refused("", &database.service_url).await;
-    assert!(said.contains("0001 ledger") && said.contains("opledger migrate"), "{said}");
+    assert!(
+        said.contains("0001 ledger") && said.contains("opledger migrate"),
+        "{said}"
+    );
 }
 
 #[tokio::test]
 async fn a_database_that_may_lose_acknowledged_commits_is_served_only_when_told_so_in_so_many_words() {
     let database = Database::create().await;
-    run(&database.sql, &format!("alter role opledger in database \"{}\" set synchronous_commit = off", database.name)).await;
+    run(
+        &database.sql,
+        &format!(
+            "alter role opledger in database \"{}\" set synchronous_commit = off",
+            database.name
+        ),
+    )
+    .await;
     let said = refused("", &database.service_url).await;
-    assert!(said.contains("synchronous_commit = off") && said.contains("--allow-unsafe-durability"), "{said}");
+    assert!(
+        said.contains("synchronous_commit = off") && said.contains("--allow-unsafe-durability"),
+        "{said}"
+    );
     let (_directory, config) = write_config("");
     let mut told = crate::support::process::command(
-        &["serve", "--allow-unsafe-durability", "--listen", "127.0.0.1:0", "--log-format", "json", "--config"],
+        &[
+            "serve",
+            "--allow-unsafe-durability",
+            "--listen",
+            "127.0.0.1:0",
+            "--log-format",
+            "json",
+            "--config",
+        ],
         &database.service_url,
     )
     .arg(&config)
@@ -176,9 +242,12 @@ async fn a_handler_that_cannot_be_called_is_named_before_anything_is_served() {
     let kinds = "[kinds.a]\nhandler = \"shop.nothing\"\n[kinds.b]\nhandler = \"shop.silent\"\n\
                  [kinds.c]\nhandler = \"shop.textual\"\n[kinds.d]\nhandler = \"shop.several\"\n";
     let said = refused(kinds, &database.service_url).await;
-    for expected in
-        ["there is no function shop.nothing", "may not run shop.silent", "shop.textual(jsonb, jsonb) must be", "shop.several(jsonb, jsonb) must be"]
-    {
+    for expected in [
+        "there is no function shop.nothing",
+        "may not run shop.silent",
+        "shop.textual(jsonb, jsonb) must be",
+        "shop.several(jsonb, jsonb) must be",
+    ] {
         assert!(said.contains(expected), "{expected}: {said}");
     }
 }
@@ -186,7 +255,10 @@ async fn a_handler_that_cannot_be_called_is_named_before_anything_is_served() {
 #[tokio::test]
 async fn an_address_where_no_database_answers_is_one_clear_message_without_the_password() {
     let said = refused("", "postgres://someone:hunter2@127.0.0.1:1/nowhere").await;
-    assert!(said.contains("127.0.0.1:1/nowhere") && !said.contains("hunter2"), "{said}");
+    assert!(
+        said.contains("127.0.0.1:1/nowhere") && !said.contains("hunter2"),
+        "{said}"
+    );
 }
 
 #[tokio::test]
@@ -205,8 +277,15 @@ async fn a_reload_takes_a_good_configuration_keeps_the_old_one_for_a_bad_one_and
     });
 
     client.deposit("before", "acct-1", 1).await.succeeded();
-    client.submit("late", "note.later", "{}").await.is(400, "payload-invalid");
-    std::fs::write(&config, format!("{good}\n[kinds.\"note.later\"]\nhandler = \"shop.note\"\n")).unwrap();
+    client
+        .submit("late", "note.later", "{}")
+        .await
+        .is(400, "payload-invalid");
+    std::fs::write(
+        &config,
+        format!("{good}\n[kinds.\"note.later\"]\nhandler = \"shop.note\"\n"),
+    )
+    .unwrap();
     process.signal(Signal::SIGHUP);
     process.has_logged("configuration reloaded").await;
     client.submit("late", "note.later", "{}").await.succeeded();
@@ -233,7 +312,11 @@ async fn a_reload_takes_a_good_configuration_keeps_the_old_one_for_a_bad_one_and
 
 #[tokio::test]
 async fn a_reload_in_one_process_reads_retention_and_leaves_the_rest() {
-    let ledger = Ledger::with(Setup { config: "[retention]\nreceipts = \"1d\"".to_owned(), ..Setup::default() }).await;
+    let ledger = Ledger::with(Setup {
+        config: "[retention]\nreceipts = \"1d\"".to_owned(),
+        ..Setup::default()
+    })
+    .await;
     ledger.agent().deposit("d-1", "acct-1", 1).await.succeeded();
     let text = std::fs::read_to_string(&ledger.config_path).unwrap();
     std::fs::write(&ledger.config_path, text.replace("1d", "2d")).unwrap();

@@ -26,16 +26,33 @@ async fn processes_and_migrations_work_through_a_pooler_and_leave_no_lock() {
     // A migration that is killed in its middle: something it wants to make is being made by somebody else.
     run(&database.sql, "create schema ledger").await;
     let mut rival = database.sql.begin().await.unwrap();
-    sqlx::query("create table ledger.receipts (x int)").execute(&mut *rival).await.unwrap();
-    let mut killed = command(&["migrate"], &owner).stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
-    until(&database, "select count(*) from pg_stat_activity where datname = current_database() and wait_event_type = 'Lock'", 1).await;
+    sqlx::query("create table ledger.receipts (x int)")
+        .execute(&mut *rival)
+        .await
+        .unwrap();
+    let mut killed = command(&["migrate"], &owner)
+        .stdout(Stdio::null())
+        .stderr(Stdio::null())
+        .spawn()
+        .unwrap();
+    until(
+        &database,
+        "select count(*) from pg_stat_activity where datname = current_database() and wait_event_type = 'Lock'",
+        1,
+    )
+    .await;
     // Others wait for it, or for what it leaves.
     let migrations = async {
         let migrate = || finished(&["migrate", "--grant-to", "opledger"], &owner);
         tokio::join!(migrate(), migrate(), migrate())
     };
     let killer = async {
-        until(&database, "select count(*) from pg_stat_activity where datname = current_database() and wait_event = 'advisory'", 3).await;
+        until(
+            &database,
+            "select count(*) from pg_stat_activity where datname = current_database() and wait_event = 'advisory'",
+            3,
+        )
+        .await;
         killed.kill().unwrap();
         killed.wait().unwrap();
         rival.rollback().await.unwrap();
@@ -43,7 +60,11 @@ async fn processes_and_migrations_work_through_a_pooler_and_leave_no_lock() {
     let (ends, ()) = tokio::join!(migrations, killer);
     let ends = [ends.0, ends.1, ends.2];
     assert!(ends.iter().all(|end| end.code == Some(0)), "{ends:?}");
-    assert_eq!(ends.iter().filter(|end| end.stdout.contains("applied")).count(), 1, "{ends:?}");
+    assert_eq!(
+        ends.iter().filter(|end| end.stdout.contains("applied")).count(),
+        1,
+        "{ends:?}"
+    );
     until(&database, LEFT_LOCKS, 0).await;
 
     database.add_shop().await;
@@ -64,7 +85,9 @@ async fn processes_and_migrations_work_through_a_pooler_and_leave_no_lock() {
 
     let client = Client::new(processes[0].address, &key);
     let mut random = crate::support::random::Random::announced("pooler");
-    let sent: Vec<Sent> = (0..300).map(|number| Sent::any(format!("b{number}"), &mut random)).collect();
+    let sent: Vec<Sent> = (0..300)
+        .map(|number| Sent::any(format!("b{number}"), &mut random))
+        .collect();
     let sent = settle_all(sent, &client).await;
     // What one of them stored, the others replay.
     let sent = settle_all(sent, &client.at(processes[1].address)).await;
@@ -111,8 +134,14 @@ async fn every_route_works_through_a_pooler_under_load() {
             let plan = format!(r#"{{"kind":"note","operation_id":"r{number}","payload":{{}},"mode":"plan"}}"#);
             assert_eq!(client.post("/v1/operations", &plan).await.status, 202);
             assert_eq!(client.operation(&format!("r{number}")).await["state"], "planned");
-            client.post(&format!("/v1/operations/r{number}/execute"), "").await.succeeded();
-            client.get(&format!("/v1/operations/r{number}/receipt")).await.succeeded();
+            client
+                .post(&format!("/v1/operations/r{number}/execute"), "")
+                .await
+                .succeeded();
+            client
+                .get(&format!("/v1/operations/r{number}/receipt"))
+                .await
+                .succeeded();
             client.get("/v1/operations?limit=5&kind=note").await.succeeded();
             let admin = client.with_key(&keys["admin"]);
             let made = admin.post("/v1/keys", r#"{"role":"agent","label":"x"}"#).await;

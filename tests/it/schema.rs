@@ -132,33 +132,75 @@ async fn nobody_but_the_owner_and_the_service_may_do_anything() {
 /// Each is applied to a stored operation, in a transaction of its own that is rolled back.
 const IMPOSSIBLE: [(&str, &str); 22] = [
     ("an unknown state", "update ledger.operations set state = 'done'"),
-    ("success without a time", "update ledger.operations set settled_at = null, receipt_expires_at = null"),
-    ("a settled time on a planned one", "update ledger.operations set state = 'planned', attempt = 0"),
-    ("settled without an expiry", "update ledger.operations set receipt_expires_at = null"),
-    ("running without a claimer", "update ledger.operations set state = 'running', settled_at = null, receipt_expires_at = null"),
+    (
+        "success without a time",
+        "update ledger.operations set settled_at = null, receipt_expires_at = null",
+    ),
+    (
+        "a settled time on a planned one",
+        "update ledger.operations set state = 'planned', attempt = 0",
+    ),
+    (
+        "settled without an expiry",
+        "update ledger.operations set receipt_expires_at = null",
+    ),
+    (
+        "running without a claimer",
+        "update ledger.operations set state = 'running', settled_at = null, receipt_expires_at = null",
+    ),
     (
         "running before its first attempt",
         "update ledger.operations set state = 'running', settled_at = null, receipt_expires_at = null,
          attempt = 0, instance_id = gen_random_uuid()",
     ),
-    ("a claim on a settled one", "update ledger.operations set instance_id = gen_random_uuid()"),
-    ("waiting without a due time", "update ledger.operations set state = 'retry_wait', settled_at = null, receipt_expires_at = null"),
-    ("planned with an attempt", "update ledger.operations set state = 'planned', settled_at = null, receipt_expires_at = null"),
-    ("a payload gone before the purge", "update ledger.operations set payload = null"),
-    ("a purged one that keeps its payload", "update ledger.operations set purged_at = clock_timestamp()"),
+    (
+        "a claim on a settled one",
+        "update ledger.operations set instance_id = gen_random_uuid()",
+    ),
+    (
+        "waiting without a due time",
+        "update ledger.operations set state = 'retry_wait', settled_at = null, receipt_expires_at = null",
+    ),
+    (
+        "planned with an attempt",
+        "update ledger.operations set state = 'planned', settled_at = null, receipt_expires_at = null",
+    ),
+    (
+        "a payload gone before the purge",
+        "update ledger.operations set payload = null",
+    ),
+    (
+        "a purged one that keeps its payload",
+        "update ledger.operations set purged_at = clock_timestamp()",
+    ),
     (
         "an unsettled one that is purged",
         "update ledger.operations set state = 'planned', attempt = 0, settled_at = null, receipt_expires_at = null,
          payload = null, purged_at = clock_timestamp()",
     ),
-    ("an id with a blank", "update ledger.operations set operation_id = 'a b'"),
+    (
+        "an id with a blank",
+        "update ledger.operations set operation_id = 'a b'",
+    ),
     ("an empty id", "update ledger.operations set operation_id = ''"),
-    ("an id of 256 bytes", "update ledger.operations set operation_id = repeat('a', 256)"),
+    (
+        "an id of 256 bytes",
+        "update ledger.operations set operation_id = repeat('a', 256)",
+    ),
     ("an id beyond ASCII", "update ledger.operations set operation_id = 'é'"),
-    ("another form of fingerprint", "update ledger.operations set fingerprint = 'sha256:00'"),
+    (
+        "another form of fingerprint",
+        "update ledger.operations set fingerprint = 'sha256:00'",
+    ),
     ("an attempt below zero", "update ledger.operations set attempt = -1"),
-    ("a receipt that is no HTTP answer", "update ledger.receipts set status = 42"),
-    ("a receipt with headers of another form", "update ledger.receipts set headers = '{}'"),
+    (
+        "a receipt that is no HTTP answer",
+        "update ledger.receipts set status = 42",
+    ),
+    (
+        "a receipt with headers of another form",
+        "update ledger.receipts set headers = '{}'",
+    ),
     ("a history that begins at zero", "update ledger.history set version = 0"),
     ("a key with an unknown role", "update ledger.api_keys set role = 'root'"),
 ];
@@ -170,7 +212,9 @@ async fn impossible_rows_cannot_be_stored() {
     for (what, statement) in IMPOSSIBLE {
         let mut transaction = ledger.sql.begin().await.unwrap();
         let refused = sqlx::query(statement).execute(&mut *transaction).await.expect_err(what);
-        let code = refused.as_database_error().and_then(|error| error.code().map(|code| code.into_owned()));
+        let code = refused
+            .as_database_error()
+            .and_then(|error| error.code().map(|code| code.into_owned()));
         // check_violation, and nothing else: a mistake in the statement would be another error.
         assert_eq!(code.as_deref(), Some("23514"), "{what}: {refused}");
     }
@@ -182,17 +226,33 @@ async fn a_second_operation_under_one_id_cannot_be_stored() {
     ledger.agent().deposit("d-1", "acct-1", 1).await.succeeded();
     for table in ["operations", "receipts", "history"] {
         let again = format!("insert into ledger.{table} select * from ledger.{table}");
-        let refused = sqlx::query(sqlx::AssertSqlSafe(again)).execute(&ledger.sql).await.expect_err(table);
-        assert_eq!(refused.as_database_error().unwrap().code().as_deref(), Some("23505"), "{table}");
+        let refused = sqlx::query(sqlx::AssertSqlSafe(again))
+            .execute(&ledger.sql)
+            .await
+            .expect_err(table);
+        assert_eq!(
+            refused.as_database_error().unwrap().code().as_deref(),
+            Some("23505"),
+            "{table}"
+        );
     }
 }
 
 /// What must not occur in the program's SQL, and why.
 const FORBIDDEN: [(&str, &str); 8] = [
-    ("now()", "stands still from the transaction's begin; use clock_timestamp() or statement_timestamp()"),
+    (
+        "now()",
+        "stands still from the transaction's begin; use clock_timestamp() or statement_timestamp()",
+    ),
     ("current_timestamp", "stands still from the transaction's begin"),
-    ("pg_advisory_lock", "a session's lock outlives its transaction behind a pooler"),
-    ("pg_try_advisory_lock", "a session's lock outlives its transaction behind a pooler"),
+    (
+        "pg_advisory_lock",
+        "a session's lock outlives its transaction behind a pooler",
+    ),
+    (
+        "pg_try_advisory_lock",
+        "a session's lock outlives its transaction behind a pooler",
+    ),
     ("create temp", "session state"),
     ("pg_notify", "takes a global lock at commit"),
     ("search_path =", "session state; names are qualified"),
@@ -203,7 +263,10 @@ const FORBIDDEN: [(&str, &str); 8] = [
 fn the_programs_sql_keeps_to_the_same_rules() {
     let mut files = Vec::new();
     for directory in ["src/ledger", "src/engine", "migrations"] {
-        collect(&std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join(directory), &mut files);
+        collect(
+            &std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join(directory),
+            &mut files,
+        );
     }
     assert!(files.len() > 20, "the sources are where this looks: {files:?}");
     for file in files {
@@ -224,7 +287,10 @@ fn collect(directory: &std::path::Path, files: &mut Vec<std::path::PathBuf>) {
         let path = entry.unwrap().path();
         if path.is_dir() {
             collect(&path, files);
-        } else if path.extension().is_some_and(|extension| extension == "rs" || extension == "sql") {
+        } else if path
+            .extension()
+            .is_some_and(|extension| extension == "rs" || extension == "sql")
+        {
             files.push(path);
         }
     }

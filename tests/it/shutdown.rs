@@ -54,7 +54,11 @@ async fn a_stopping_process_answers_what_it_has_begun_and_ends_with_zero() {
             ("note.alone", r#"{"pause":0.3}"#, true),
         ] {
             let id = format!("{kind}-{number}-{respond_async}");
-            let mut one = Sent { payload, respond_async, ..Sent::new(id, kind) };
+            let mut one = Sent {
+                payload,
+                respond_async,
+                ..Sent::new(id, kind)
+            };
             let client = Client::new(process.address, &key);
             asked.spawn(async move {
                 let answer = one.send(&client).await;
@@ -68,7 +72,11 @@ async fn a_stopping_process_answers_what_it_has_begun_and_ends_with_zero() {
     while let Some(ended) = asked.join_next().await {
         let (one, answer) = ended.unwrap();
         let answer = answer.unwrap_or_else(|error| panic!("{} was cut off: {error}", one.id));
-        let expected = if one.respond_async { answer.status == 202 } else { is_receipt(&answer) };
+        let expected = if one.respond_async {
+            answer.status == 202
+        } else {
+            is_receipt(&answer)
+        };
         assert!(expected, "{}: {answer:?}", one.id);
         sent.push(one);
     }
@@ -76,7 +84,12 @@ async fn a_stopping_process_answers_what_it_has_begun_and_ends_with_zero() {
     assert_eq!(status.code(), Some(0), "{}", process.log());
     process.has_logged("everything that had begun is finished").await;
     // Nothing waits for anybody: what was accepted has been finished, and the process's row is gone.
-    until(&database, "select count(*) from ledger.operations where settled_at is null", 0).await;
+    until(
+        &database,
+        "select count(*) from ledger.operations where settled_at is null",
+        0,
+    )
+    .await;
     until(&database, "select count(*) from ledger.instances", 0).await;
     let next = serve(&config, &database.service_url).await;
     let sent = settle_all(sent, &client.at(next.address)).await;
@@ -108,7 +121,11 @@ async fn work_beyond_the_drain_limit_is_left_to_the_next_process_and_has_one_eff
     let mut process = Process::serve(&config, &database.service_url);
     let mut sent = Vec::new();
     for (name, respond_async) in [("answered-late", false), ("accepted", true)] {
-        let mut one = Sent { payload: r#"{"pause":4}"#, respond_async, ..Sent::new(name.to_owned(), "note.alone") };
+        let mut one = Sent {
+            payload: r#"{"pause":4}"#,
+            respond_async,
+            ..Sent::new(name.to_owned(), "note.alone")
+        };
         let client = Client::new(process.address, &key);
         sent.push(tokio::spawn(async move {
             let _ = one.send(&client).await;
@@ -118,8 +135,17 @@ async fn work_beyond_the_drain_limit_is_left_to_the_next_process_and_has_one_eff
     until(&database, IN_HANDLERS, 2).await;
     let told_at = Instant::now();
     process.signal(Signal::SIGTERM);
-    assert_eq!(process.wait(Duration::from_secs(15)).await.code(), Some(0), "{}", process.log());
-    assert!(told_at.elapsed() < Duration::from_secs(3), "it waits for work that it said it would leave: {:?}", told_at.elapsed());
+    assert_eq!(
+        process.wait(Duration::from_secs(15)).await.code(),
+        Some(0),
+        "{}",
+        process.log()
+    );
+    assert!(
+        told_at.elapsed() < Duration::from_secs(3),
+        "it waits for work that it said it would leave: {:?}",
+        told_at.elapsed()
+    );
     process.has_logged("requests were cut off").await;
     let mut left = Vec::new();
     for one in sent {
@@ -138,7 +164,11 @@ async fn a_caller_that_hangs_up_does_not_stop_its_operation() {
     let (database, key, _directory, config) = begin("").await;
     let running = serve(&config, &database.service_url).await;
     let client = Client::new(running.address, &key);
-    let forms = [("note", "{}", ""), ("note.alone", r#"{"pause":0.03}"#, ""), ("note.alone", "{}", "Prefer: respond-async\r\n")];
+    let forms = [
+        ("note", "{}", ""),
+        ("note.alone", r#"{"pause":0.03}"#, ""),
+        ("note.alone", "{}", "Prefer: respond-async\r\n"),
+    ];
     let mut sent = Vec::new();
     for (form, (kind, payload, prefer)) in forms.into_iter().enumerate() {
         for moment in 0..MOMENTS {
@@ -150,7 +180,11 @@ async fn a_caller_that_hangs_up_does_not_stop_its_operation() {
                 body.len()
             );
             hang_up(&client, &request, Duration::from_millis(moment * 2)).await;
-            sent.push(Sent { payload, respond_async: !prefer.is_empty(), ..Sent::new(id, kind) });
+            sent.push(Sent {
+                payload,
+                respond_async: !prefer.is_empty(),
+                ..Sent::new(id, kind)
+            });
         }
     }
     let sent = settle_all(sent, &client).await;

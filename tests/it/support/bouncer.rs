@@ -49,7 +49,11 @@ impl Bouncer {
             .stderr(Stdio::null())
             .spawn()
             .unwrap();
-        let mut bouncer = Self { child, port, _directory: directory };
+        let mut bouncer = Self {
+            child,
+            port,
+            _directory: directory,
+        };
         bouncer.wait_until_it_listens();
         bouncer
     }
@@ -76,5 +80,9 @@ impl Drop for Bouncer {
 }
 
 fn free_port() -> u16 {
-    std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port()
+    std::net::TcpListener::bind("127.0.0.1:0")
+        .unwrap()
+        .local_addr()
+        .unwrap()
+        .port()
 }

@@ -166,7 +166,11 @@ impl Client {
         let response = self.hyper.request(request.body(Full::new(body)).unwrap()).await?;
         let (parts, body) = response.into_parts();
         let body = body.collect().await?.to_bytes();
-        Ok(Answer { status: parts.status.as_u16(), headers: parts.headers, body })
+        Ok(Answer {
+            status: parts.status.as_u16(),
+            headers: parts.headers,
+            body,
+        })
     }
 }
 

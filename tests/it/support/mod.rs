@@ -78,7 +78,11 @@ pub fn shared() -> &'static Shared {
 pub fn start_cluster(name: &str) -> Cluster {
     // Another PostgreSQL (OPLEDGER_PG_BIN) could not use this one's data.
     let programs = config::postgres_programs().unwrap_or_default();
-    let other: String = programs.to_string_lossy().chars().filter(char::is_ascii_digit).collect();
+    let other: String = programs
+        .to_string_lossy()
+        .chars()
+        .filter(char::is_ascii_digit)
+        .collect();
     let directory = PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join(format!("postgres{other}-{name}"));
     let mut options = Options::kept(directory);
     options.search_path = config::search_path();
@@ -281,7 +285,11 @@ impl Database {
         let database = Self::create().await;
         database.sql.close().await;
         let maintenance = PgPool::connect(&shared().url("postgres", "postgres")).await.unwrap();
-        run(&maintenance, &format!("drop database \"{}\" with (force)", database.name)).await;
+        run(
+            &maintenance,
+            &format!("drop database \"{}\" with (force)", database.name),
+        )
+        .await;
         run(&maintenance, &format!("create database \"{}\"", database.name)).await;
         maintenance.close().await;
         let sql = PgPool::connect(&database.owner_url).await.unwrap();

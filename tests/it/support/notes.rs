@@ -54,24 +54,49 @@ pub struct Sent {
 
 impl Sent {
     pub fn new(id: String, kind: &'static str) -> Self {
-        Self { id, kind, payload: "{}", respond_async: false, acknowledged: None }
+        Self {
+            id,
+            kind,
+            payload: "{}",
+            respond_async: false,
+            acknowledged: None,
+        }
     }
 
     /// One of the forms an operation can take.
     pub fn any(id: String, random: &mut Random) -> Self {
         let kind = if random.below(4) == 0 { "note.alone" } else { "note" };
-        let payload = if random.below(8) == 0 { r#"{"refuse":true}"# } else { "{}" };
-        Self { id, kind, payload, respond_async: random.below(6) == 0, acknowledged: None }
+        let payload = if random.below(8) == 0 {
+            r#"{"refuse":true}"#
+        } else {
+            "{}"
+        };
+        Self {
+            id,
+            kind,
+            payload,
+            respond_async: random.below(6) == 0,
+            acknowledged: None,
+        }
     }
 
     /// Sends it once, and keeps what was acknowledged. A receipt, once told, is told again to the byte.
     pub async fn send(&mut self, client: &Client) -> anyhow::Result<Answer> {
-        let headers: &[(&str, &str)] = if self.respond_async { &[("prefer", "respond-async")] } else { &[] };
+        let headers: &[(&str, &str)] = if self.respond_async {
+            &[("prefer", "respond-async")]
+        } else {
+            &[]
+        };
         let answer = client.try_submit(&self.id, self.kind, self.payload, headers).await?;
         if let Some(before) = self.acknowledged.as_ref().filter(|before| is_receipt(before))
             && (is_receipt(&answer) || answer.status == 202)
         {
-            assert_eq!((answer.status, &answer.body), (before.status, &before.body), "{}: another receipt", self.id);
+            assert_eq!(
+                (answer.status, &answer.body),
+                (before.status, &before.body),
+                "{}: another receipt",
+                self.id
+            );
         }
         if is_receipt(&answer) || answer.status == 202 {
             self.acknowledged = Some(answer.clone());
@@ -89,9 +114,18 @@ impl Sent {
                 // Accepted, in progress, unavailable: all say to come back.
                 Ok(answer) if matches!(answer.status, 202 | 409 | 429 | 503) => {}
                 Err(_) => {}
-                Ok(other) => panic!("{}: {} {:?}", self.id, other.status, String::from_utf8_lossy(&other.body)),
+                Ok(other) => panic!(
+                    "{}: {} {:?}",
+                    self.id,
+                    other.status,
+                    String::from_utf8_lossy(&other.body)
+                ),
             }
-            assert!(std::time::Instant::now() < give_up_at, "{} is stuck: {answer:?}", self.id);
+            assert!(
+                std::time::Instant::now() < give_up_at,
+                "{} is stuck: {answer:?}",
+                self.id
+            );
             tokio::time::sleep(Duration::from_millis(50)).await;
         }
     }
@@ -149,14 +183,21 @@ pub async fn install(sql: &PgPool) {
 
 /// Effects of one operation.
 pub async fn effects(sql: &PgPool, id: &str) -> i64 {
-    sqlx::query_scalar("select count(*) from shop.notes where operation_id = $1").bind(id).fetch_one(sql).await.unwrap()
+    sqlx::query_scalar("select count(*) from shop.notes where operation_id = $1")
+        .bind(id)
+        .fetch_one(sql)
+        .await
+        .unwrap()
 }
 
 /// Holds the whole of it to account, once everything has been settled:
 /// one effect for each success and none for anything else, one receipt each, nothing unsettled, nothing orphaned.
 pub async fn audit(sql: &PgPool, sent: &[Sent]) {
     let counts = [
-        ("operations with two effects", "select count(*) from (select from shop.notes group by operation_id having count(*) > 1) x"),
+        (
+            "operations with two effects",
+            "select count(*) from (select from shop.notes group by operation_id having count(*) > 1) x",
+        ),
         (
             "effects without a success",
             "select count(*) from shop.notes n where not exists
@@ -167,7 +208,10 @@ pub async fn audit(sql: &PgPool, sent: &[Sent]) {
             "select count(*) from ledger.operations o where o.state = 'succeeded' and o.kind like 'note%'
                 and not exists (select from shop.notes n where n.operation_id = o.operation_id)",
         ),
-        ("unsettled operations", "select count(*) from ledger.operations where settled_at is null"),
+        (
+            "unsettled operations",
+            "select count(*) from ledger.operations where settled_at is null",
+        ),
         (
             "settled operations without a receipt",
             "select count(*) from ledger.operations o where not exists
@@ -194,7 +238,10 @@ pub async fn audit(sql: &PgPool, sent: &[Sent]) {
         let found: i64 = sqlx::query_scalar(query).fetch_one(sql).await.unwrap();
         assert_eq!(found, 0, "{what}");
     }
-    let stored: Vec<String> = sqlx::query_scalar("select operation_id from ledger.operations").fetch_all(sql).await.unwrap();
+    let stored: Vec<String> = sqlx::query_scalar("select operation_id from ledger.operations")
+        .fetch_all(sql)
+        .await
+        .unwrap();
     let stored: HashSet<String> = stored.into_iter().collect();
     for one in sent {
         assert!(stored.contains(&one.id), "{} is lost", one.id);

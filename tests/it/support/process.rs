@@ -28,14 +28,20 @@ pub struct Finished {
 /// A command of the program.
 pub fn command(arguments: &[&str], database_url: &str) -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_opledger"));
-    command.args(arguments).env("DATABASE_URL", database_url).stdin(Stdio::null());
+    command
+        .args(arguments)
+        .env("DATABASE_URL", database_url)
+        .stdin(Stdio::null());
     command
 }
 
 /// Runs a command to its end, on a thread of its own; a `serve` that serves after all is an error.
 pub async fn finished(arguments: &[&str], database_url: &str) -> Finished {
-    let child =
-        command(arguments, database_url).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    let child = command(arguments, database_url)
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
     tokio::task::spawn_blocking(|| end(child)).await.unwrap()
 }
 
@@ -51,7 +57,11 @@ fn end(mut child: Child) -> Finished {
     let (mut stdout, mut stderr) = (String::new(), String::new());
     child.stdout.take().unwrap().read_to_string(&mut stdout).unwrap();
     child.stderr.take().unwrap().read_to_string(&mut stderr).unwrap();
-    Finished { code: child.wait().unwrap().code(), stdout, stderr }
+    Finished {
+        code: child.wait().unwrap().code(),
+        stdout,
+        stderr,
+    }
 }
 
 impl Process {
@@ -88,12 +98,12 @@ impl Process {
         };
         let log = Arc::new(Mutex::new(seen));
         let keep = log.clone();
-        std::thread::spawn(move || lines.map_while(Result::ok).for_each(|line| keep.lock().unwrap().push(line)));
+        std::thread::spawn(move || {
+            lines
+                .map_while(Result::ok)
+                .for_each(|line| keep.lock().unwrap().push(line))
+        });
         Self { child, address, log }
-    }
-
-    pub fn pid(&self) -> u32 {
-        self.child.id()
     }
 
     pub fn signal(&self, signal: Signal) {
@@ -113,7 +123,11 @@ impl Process {
             if let Some(status) = self.child.try_wait().unwrap() {
                 return status;
             }
-            assert!(Instant::now() < give_up_at, "the process does not end within {most:?}:\n{}", self.log());
+            assert!(
+                Instant::now() < give_up_at,
+                "the process does not end within {most:?}:\n{}",
+                self.log()
+            );
             tokio::time::sleep(Duration::from_millis(10)).await;
         }
     }

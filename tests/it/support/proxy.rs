@@ -60,8 +60,15 @@ impl Proxy {
         });
         let end = CancellationToken::new();
         let socket = server.socket().join(".s.PGSQL.5432");
-        tokio::spawn(end.clone().run_until_cancelled_owned(accept(listener, socket, network.clone(), end.clone())));
-        Self { address, network, _end: end.drop_guard() }
+        tokio::spawn(
+            end.clone()
+                .run_until_cancelled_owned(accept(listener, socket, network.clone(), end.clone())),
+        );
+        Self {
+            address,
+            network,
+            _end: end.drop_guard(),
+        }
     }
 
     pub fn url(&self, role: &str, database: &str) -> String {
@@ -70,7 +77,9 @@ impl Proxy {
 
     /// Delays everything that a client sends.
     pub fn delay(&self, latency: Duration) {
-        self.network.latency_ms.store(u64::try_from(latency.as_millis()).unwrap(), Ordering::Relaxed);
+        self.network
+            .latency_ms
+            .store(u64::try_from(latency.as_millis()).unwrap(), Ordering::Relaxed);
     }
 
     /// Stops, or lets go on, all traffic in both directions.
@@ -96,7 +105,9 @@ async fn accept(listener: TcpListener, socket: PathBuf, network: Arc<Network>, e
         let (socket, network, lost) = (socket.clone(), network.clone(), end.child_token());
         tokio::spawn(async move {
             // A server that is down refuses; so do we, by closing.
-            let Ok(server) = UnixStream::connect(socket).await else { return };
+            let Ok(server) = UnixStream::connect(socket).await else {
+                return;
+            };
             carry(client, server, network, lost).await;
         });
     }
@@ -134,7 +145,11 @@ async fn up(
         tokio::time::sleep(Duration::from_millis(network.latency_ms.load(Ordering::Relaxed))).await;
         let _ = flowing.wait_for(|flowing| *flowing).await;
         while let Some(message) = next_message(&mut unread, &mut started) {
-            let cut = if is_commit(&message) { network.planned.lock().unwrap().pop_front() } else { None };
+            let cut = if is_commit(&message) {
+                network.planned.lock().unwrap().pop_front()
+            } else {
+                None
+            };
             if let Some(cut) = cut {
                 network.made.fetch_add(1, Ordering::Relaxed);
                 match cut {
@@ -185,5 +200,8 @@ fn next_message(unread: &mut BytesMut, started: &mut bool) -> Option<BytesMut> {
 }
 
 fn is_commit(message: &[u8]) -> bool {
-    message.first() == Some(&b'Q') && message.get(5..).is_some_and(|text| text.eq_ignore_ascii_case(b"commit\0"))
+    message.first() == Some(&b'Q')
+        && message
+            .get(5..)
+            .is_some_and(|text| text.eq_ignore_ascii_case(b"commit\0"))
 }

@@ -25,7 +25,12 @@ impl Victim {
         let (started, server) = oneshot::channel();
         std::thread::spawn(move || {
             let mut cluster = start_cluster(name);
-            started.send(Shared { socket: cluster.socket_dir().to_owned() }).ok().unwrap();
+            started
+                .send(Shared {
+                    socket: cluster.socket_dir().to_owned(),
+                })
+                .ok()
+                .unwrap();
             while let Some((command, done)) = inbox.blocking_recv() {
                 match command {
                     Command::Kill => cluster.kill(),
@@ -34,13 +39,20 @@ impl Victim {
                 let _ = done.send(());
             }
         });
-        Self { server: server.await.expect("the test's own PostgreSQL starts"), commands }
+        Self {
+            server: server.await.expect("the test's own PostgreSQL starts"),
+            commands,
+        }
     }
 
     /// Makes a database with schema, example business and keys; returns the owner's pool and the agent's key.
     pub async fn prepare(&self, database: &str) -> (PgPool, String) {
         let maintenance = PgPool::connect(&self.server.url("postgres", "postgres")).await.unwrap();
-        run(&maintenance, &format!("drop database if exists \"{database}\" with (force)")).await;
+        run(
+            &maintenance,
+            &format!("drop database if exists \"{database}\" with (force)"),
+        )
+        .await;
         let owner_url = self.server.url("postgres", database);
         prepare(&maintenance, database, &owner_url).await;
         maintenance.close().await;
@@ -62,6 +74,9 @@ impl Victim {
     async fn command(&self, command: Command) {
         let (done, answer) = oneshot::channel();
         self.commands.send((command, done)).await.unwrap();
-        tokio::time::timeout(Duration::from_secs(60), answer).await.unwrap().unwrap();
+        tokio::time::timeout(Duration::from_secs(60), answer)
+            .await
+            .unwrap()
+            .unwrap();
     }
 }
