@@ -13,6 +13,7 @@ need() { # need <package> <what for> <command that succeeds if it is there>
 postgres_server() {
     [ -n "${OPLEDGER_PG_BIN:-}" ] || command -v initdb || ls /usr/lib/postgresql/*/bin/initdb /opt/homebrew/opt/postgresql@*/bin/initdb
 }
+faketime_library() { [ -n "$(ls /usr/lib/*/faketime/libfaketimeMT.so.1 /usr/lib64/faketime/libfaketimeMT.so.1 2>/dev/null)" ]; }
 pgbouncer_program() { command -v pgbouncer || [ -x /usr/sbin/pgbouncer ]; }
 
 need gcc "the linker that cargo uses" command -v cc
@@ -20,6 +21,7 @@ need postgresql "the private PostgreSQL" postgres_server
 if [ "${1:-run}" = test ]; then
     need postgresql-client "tests look at tables with psql" command -v psql
     need pgbouncer "tests run behind a pooler" pgbouncer_program
+    need faketime "a test runs a process by another clock" faketime_library
     need python3-venv "the API is fuzzed with schemathesis" python3 -c 'import ensurepip, venv'
 fi
 
