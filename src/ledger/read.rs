@@ -289,7 +289,9 @@ pub async fn list(session: &mut Session, tenant: &Tenant, filter: &Filter, limit
         }
     }
     if filter.run_id.is_some() || filter.external_reference.is_some() {
-        query.push(" and (o.state = 'compensating' or o.receipt_expires_at > statement_timestamp() or o.settled_at is null)");
+        query.push(
+            " and (o.state = 'compensating' or o.receipt_expires_at > statement_timestamp() or o.settled_at is null)",
+        );
     }
     if let Some(covered) = &filter.covered {
         query.push(" and o.kind = any(").push_bind(covered.to_vec()).push(")");

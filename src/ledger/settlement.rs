@@ -38,8 +38,12 @@ pub enum Applied {
 impl Applied {
     /// What a deferred constraint raised when it was checked; `None` if it was not the database that failed.
     pub fn by_constraint(error: &Error) -> Option<Self> {
-        let sqlx::Error::Database(database) = &error.source else { return None };
-        let detail = database.try_downcast_ref::<PgDatabaseError>().and_then(PgDatabaseError::detail);
+        let sqlx::Error::Database(database) = &error.source else {
+            return None;
+        };
+        let detail = database
+            .try_downcast_ref::<PgDatabaseError>()
+            .and_then(PgDatabaseError::detail);
         let raised = Raised {
             sqlstate: error.sqlstate()?,
             message: database.message().to_owned(),

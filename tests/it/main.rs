@@ -5,6 +5,11 @@
     reason = "tests spawn and wait as they like, and an unwrap that fails is a test that fails"
 )]
 
+mod claims;
+mod fingerprints;
+mod plans;
+mod retention;
+mod states;
 mod submit;
 mod support;
 mod traces;

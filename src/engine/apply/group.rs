@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use tokio::time::Instant;
 
-use super::{Apply, Member, log_trouble};
+use super::{Apply, Member, Registered, log_trouble};
 use crate::engine::outcome::{Known, Outcome, after};
 use crate::ledger::claim::Times;
 use crate::ledger::operation::StateName;
@@ -52,6 +52,15 @@ enum Ending {
     Alone,
 }
 
+impl Ending {
+    fn since(self, asked: Instant) -> Self {
+        match self {
+            Self::Answer(outcome) => Self::Answer(outcome.since(asked)),
+            Self::Alone => Self::Alone,
+        }
+    }
+}
+
 #[derive(Debug, thiserror::Error)]
 enum Error {
     #[error(transparent)]
@@ -86,7 +95,7 @@ async fn commit(apply: &Apply, kept: &mut Option<Session>, group: &[Member]) -> 
     session.commit().await?;
     apply.metrics.group(group.len(), committing.elapsed(), began.elapsed());
     *kept = Some(session);
-    Ok(endings)
+    Ok(endings.into_iter().map(|ending| ending.since(began)).collect())
 }
 
 /// Claims, runs and settles within the open transaction.
@@ -316,7 +325,8 @@ fn split(apply: &Arc<Apply>, group: Vec<Member>) {
 }
 
 fn alone(apply: &Arc<Apply>, member: Member) {
-    apply.tasks.spawn(super::alone::run(apply.clone(), member));
+    let registered = Registered::new(apply, &member.submission, member.work);
+    apply.tasks.spawn(super::alone::run(apply.clone(), member, registered));
 }
 
 fn log_failure(error: &Error, members: usize) {
