@@ -23,6 +23,7 @@ use uuid::Uuid;
 use super::outcome::{Known, Outcome, Refusal};
 use super::queue::{Full, Queue};
 use super::replays::Replays;
+use crate::ledger::operation::StateName;
 use crate::ledger::operation_id::OperationId;
 use crate::ledger::submission::Submission;
 use crate::ledger::tenant::Tenant;
@@ -100,9 +101,10 @@ pub struct Apply {
     tasks: TaskTracker,
 }
 
-/// An operation that runs alone here, for duplicates that arrive meanwhile. Its rows are not visible yet.
+/// An operation that runs alone here or waits to, for duplicates that arrive meanwhile.
 #[derive(Clone)]
 struct Running {
+    /// Its state is `None` unless it was stored before it runs.
     known: Known,
     finished: watch::Receiver<()>,
 }
@@ -137,11 +139,8 @@ impl Apply {
 
     /// Runs one operation to its outcome. Dropping the future abandons the wait, never the operation.
     pub async fn run(self: &Arc<Self>, submission: Arc<Submission>, work: Work) -> Result<Outcome, Refusal> {
-        if let Some(outcome) = self.wait_for_twin(&submission, work).await {
-            return Ok(outcome);
-        }
-        let grouped = work == Work::First && submission.kind.group_commit;
         let deadline = Instant::now() + submission.kind.timeout;
+        let until = Instant::now() + self.settings.duplicate_wait;
         let (reply, outcome) = oneshot::channel();
         let member = Member {
             submission,
@@ -149,18 +148,50 @@ impl Apply {
             deadline,
             reply,
         };
-        if grouped {
-            self.queue.push(member).map_err(|full| match full {
-                Full::Capacity(_) => Refusal::Busy {
+        loop {
+            if work == Work::First
+                && let Some(outcome) = self.wait_for_twin(&member.submission, until).await
+            {
+                return Ok(outcome);
+            }
+            if work == Work::First && member.submission.kind.group_commit {
+                self.queue.push(member).map_err(|full| match full {
+                    Full::Capacity(_) => Refusal::Busy {
+                        retry_after: Duration::from_secs(1),
+                    },
+                    Full::Closed(_) => Refusal::Stopping,
+                })?;
+                break;
+            }
+            if self.lock_running().len() >= self.settings.queue {
+                return Err(Refusal::Busy {
                     retry_after: Duration::from_secs(1),
-                },
-                Full::Closed(_) => Refusal::Stopping,
-            })?;
-        } else {
-            self.spawn_alone(member)?;
+                });
+            }
+            // From here on duplicates wait for this one, and take none of the few places where operations run alone.
+            let registered = Registered::new(self, &member.submission, work);
+            if work == Work::First && !registered.is_first() {
+                continue;
+            }
+            self.tasks.spawn(alone::run(self.clone(), member, registered));
+            break;
         }
         // The sender is dropped unused only when a worker's task ends early, which only stopping does.
         outcome.await.unwrap_or(Err(Refusal::Stopping))
+    }
+
+    /// What a delivery that does not wait is told of a twin that runs alone in this process and is not stored yet.
+    pub fn twin(&self, submission: &Submission) -> Option<Outcome> {
+        let key = (submission.tenant.clone(), submission.id.clone());
+        let twin = self
+            .lock_running()
+            .get(&key)
+            .filter(|twin| twin.known.state.is_none())
+            .cloned()?;
+        Some(
+            twin.mismatch(submission)
+                .unwrap_or(Outcome::InProgress { operation: twin.known }),
+        )
     }
 
     /// How many deliveries wait for a group.
@@ -168,7 +199,7 @@ impl Apply {
         self.queue.len()
     }
 
-    /// Operations running alone.
+    /// Operations that run alone or wait to.
     pub fn running_alone(&self) -> usize {
         self.lock_running().len()
     }
@@ -179,21 +210,12 @@ impl Apply {
     }
 
     /// A delivery whose twin runs alone in this process waits for it here, not on a lock in the database.
-    async fn wait_for_twin(&self, submission: &Submission, work: Work) -> Option<Outcome> {
-        if work != Work::First {
-            return None;
-        }
-        let until = Instant::now() + self.settings.duplicate_wait;
+    async fn wait_for_twin(&self, submission: &Submission, until: Instant) -> Option<Outcome> {
         loop {
             let key = (submission.tenant.clone(), submission.id.clone());
             let mut twin = self.lock_running().get(&key).cloned()?;
-            if twin.known.fingerprint != submission.fingerprint {
-                let requested = submission.fingerprint;
-                return Some(Outcome::Mismatch {
-                    original: twin.known,
-                    created_at: None,
-                    requested,
-                });
+            if let Some(mismatch) = twin.mismatch(submission) {
+                return Some(mismatch);
             }
             if tokio::time::timeout_at(until, twin.finished.changed()).await.is_err() {
                 return Some(Outcome::InProgress { operation: twin.known });
@@ -201,18 +223,72 @@ impl Apply {
         }
     }
 
-    fn spawn_alone(self: &Arc<Self>, member: Member) -> Result<(), Refusal> {
-        if self.lock_running().len() >= self.settings.queue {
-            return Err(Refusal::Busy {
-                retry_after: Duration::from_secs(1),
-            });
-        }
-        self.tasks.spawn(alone::run(self.clone(), member));
-        Ok(())
-    }
-
     fn lock_running(&self) -> MutexGuard<'_, HashMap<(Tenant, OperationId), Running>> {
         self.running_alone.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Running {
+    fn mismatch(&self, submission: &Submission) -> Option<Outcome> {
+        let differs = self.known.fingerprint != submission.fingerprint;
+        differs.then(|| Outcome::Mismatch {
+            original: self.known.clone(),
+            created_at: None,
+            requested: submission.fingerprint,
+        })
+    }
+}
+
+/// Lets duplicates see that this operation runs here; ends when it is dropped.
+struct Registered {
+    apply: Arc<Apply>,
+    key: (Tenant, OperationId),
+    // Dropping it wakes everybody who waits.
+    finished: Option<watch::Sender<()>>,
+}
+
+impl Registered {
+    fn new(apply: &Arc<Apply>, submission: &Submission, work: Work) -> Self {
+        let key = (submission.tenant.clone(), submission.id.clone());
+        let (finished, receiver) = watch::channel(());
+        let known = Known {
+            id: submission.id.clone(),
+            kind: submission.kind.name.clone(),
+            state: (work != Work::First).then_some(StateName::Running),
+            fingerprint: submission.fingerprint,
+            trace_parent: submission.trace_parent.as_deref().map(Into::into),
+        };
+        let mut running = apply.lock_running();
+        // Members of a group that was split may have a twin here already; that one stays the one to wait for.
+        let vacant = !running.contains_key(&key);
+        if vacant {
+            running.insert(
+                key.clone(),
+                Running {
+                    known,
+                    finished: receiver,
+                },
+            );
+        }
+        drop(running);
+        Self {
+            apply: apply.clone(),
+            key,
+            finished: vacant.then_some(finished),
+        }
+    }
+
+    /// Whether duplicates wait for this one.
+    fn is_first(&self) -> bool {
+        self.finished.is_some()
+    }
+}
+
+impl Drop for Registered {
+    fn drop(&mut self) {
+        if self.finished.is_some() {
+            self.apply.lock_running().remove(&self.key);
+        }
     }
 }
 

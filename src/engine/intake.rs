@@ -152,26 +152,31 @@ impl Intake {
 
     /// Withdraws an operation that has not begun; doing so again changes nothing.
     pub async fn cancel(&self, caller: &Caller, id: &OperationId) -> Result<(), NotCancelled> {
-        let tenant = &caller.tenant;
-        let operation = self.operation(tenant, id).await.map_err(NotCancelled::Refused)?;
-        let Some(operation) = operation.filter(|operation| caller.covers(&operation.kind)) else {
-            return Err(NotCancelled::NotFound);
-        };
-        if *operation.requested_by != *caller.key_id {
-            return Err(NotCancelled::NotYours);
-        }
-        let name = operation.state.name();
-        if name == StateName::Cancelled {
-            return Ok(());
-        }
-        if !name.may_become(StateName::Cancelled) {
-            return Err(NotCancelled::TooLate(Known::of(&operation)));
-        }
-        match self.write_cancellation(caller, &operation).await {
-            Ok(true) => Ok(()),
-            // It changed between the two statements; it has begun or is cancelled already.
-            Ok(false) => Err(NotCancelled::TooLate(Known::of(&operation))),
-            Err(error) => Err(NotCancelled::Refused(refusal(&error))),
+        loop {
+            let operation = self
+                .operation(&caller.tenant, id)
+                .await
+                .map_err(NotCancelled::Refused)?;
+            let Some(operation) = operation.filter(|operation| caller.covers(&operation.kind)) else {
+                return Err(NotCancelled::NotFound);
+            };
+            if *operation.requested_by != *caller.key_id {
+                return Err(NotCancelled::NotYours);
+            }
+            let name = operation.state.name();
+            if name == StateName::Cancelled {
+                return Ok(());
+            }
+            if !name.may_become(StateName::Cancelled) {
+                return Err(NotCancelled::TooLate(Known::of(&operation)));
+            }
+            match self.write_cancellation(caller, &operation).await {
+                Ok(true) => return Ok(()),
+                // It changed between the two statements, and no state is entered twice before it can be cancelled no
+                // more: the next look finds an end.
+                Ok(false) => {}
+                Err(error) => return Err(NotCancelled::Refused(refusal(&error))),
+            }
         }
     }
 
@@ -218,23 +223,19 @@ impl Intake {
 
     /// Stores without running; an id that is known already says what is there.
     async fn store(&self, submission: Submission, beginning: Beginning) -> Result<Outcome, Refusal> {
-        let stored = self
-            .write(async |session| plan::store(session, &submission, beginning).await)
-            .await;
-        if stored.map_err(|error| refusal(&error))? {
-            let state = match beginning {
-                Beginning::Planned => StateName::Planned,
-                Beginning::Accepted { .. } | Beginning::Claimed { .. } => StateName::Running,
-            };
-            return Ok(Outcome::Accepted {
-                operation: known(&submission, state),
-            });
+        let state = match beginning {
+            Beginning::Planned => StateName::Planned,
+            Beginning::Accepted { .. } | Beginning::Claimed { .. } => StateName::Running,
+        };
+        match self.told(&submission, beginning).await? {
+            Told::Known(outcome) => Ok(outcome),
+            Told::Stored(committed) => committed
+                .map(|()| Outcome::Accepted {
+                    operation: known(&submission, Some(state)),
+                    repeated: false,
+                })
+                .map_err(|error| refusal(&error)),
         }
-        let found = self.operation(&submission.tenant, &submission.id).await?;
-        // Gone again between the two statements: its tombstone was just forgotten.
-        found
-            .map(|operation| Outcome::of(&operation, &submission.fingerprint))
-            .ok_or(Refusal::Unavailable)
     }
 
     /// Stores and claims at once, answers, and runs in the background.
@@ -243,26 +244,54 @@ impl Intake {
         let beginning = Beginning::Accepted {
             instance: self.instance,
         };
-        let stored = self
-            .write_unclear(async |session| plan::store(session, &submission, beginning).await)
-            .await;
-        let stored = stored.map_err(|error| refusal(&error))?;
-        if stored.value {
-            let operation = known(&submission, StateName::Running);
-            self.spawn(submission, Work::Claimed { attempt: 1, version: 1 });
-            return stored
-                .committed
-                .map(|()| Outcome::Accepted { operation })
-                .map_err(|error| refusal(&error));
-        }
-        match self.operation(&submission.tenant, &submission.id).await? {
-            // The caller asked not to wait: still running is no conflict for it.
-            Some(operation) => Ok(match Outcome::of(&operation, &submission.fingerprint) {
-                Outcome::InProgress { operation } => Outcome::Accepted { operation },
-                outcome => outcome,
+        match self.told(&submission, beginning).await? {
+            // The caller asked not to wait: still running is no conflict for it, once it is stored.
+            Told::Known(Outcome::InProgress {
+                operation: operation @ Known { state: Some(_), .. },
+            }) => Ok(Outcome::Accepted {
+                operation,
+                repeated: true,
             }),
-            None => Err(Refusal::Unavailable),
+            Told::Known(outcome) => Ok(outcome),
+            Told::Stored(committed) => {
+                let operation = known(&submission, Some(StateName::Running));
+                // Even if the commit's answer was lost: the row may be there, and names this process as its claimer.
+                self.spawn(submission, Work::Claimed { attempt: 1, version: 1 });
+                committed
+                    .map(|()| Outcome::Accepted {
+                        operation,
+                        repeated: false,
+                    })
+                    .map_err(|error| refusal(&error))
+            }
         }
+    }
+
+    /// Stores the submission, or says what is there instead.
+    async fn told(&self, submission: &Submission, beginning: Beginning) -> Result<Told, Refusal> {
+        if let Some(outcome) = self.apply.twin(submission) {
+            return Ok(Told::Known(outcome));
+        }
+        match self
+            .write_unclear(async |session| plan::store(session, submission, beginning).await)
+            .await
+        {
+            Ok(Written { value: true, committed }) => return Ok(Told::Stored(committed)),
+            Ok(Written { value: false, .. }) => {}
+            // The only lock this insert can wait for is a rival's claim of the same id. It may still roll back, so
+            // nothing is promised.
+            Err(error) if error.trouble() == Trouble::LockTimeout => {
+                return Ok(Told::Known(Outcome::InProgress {
+                    operation: known(submission, None),
+                }));
+            }
+            Err(error) => return Err(refusal(&error)),
+        }
+        let found = self.operation(&submission.tenant, &submission.id).await?;
+        // Gone again between the two statements: its tombstone was just forgotten.
+        found
+            .map(|operation| Told::Known(Outcome::of(&operation, &submission.fingerprint)))
+            .ok_or(Refusal::Unavailable)
     }
 
     async fn claim_and_run(
@@ -288,11 +317,13 @@ impl Intake {
         };
         if preference.respond_async {
             self.run_in_background(stored);
+            let operation = Known {
+                state: Some(StateName::Running),
+                ..Known::of(operation)
+            };
             return Ok(Outcome::Accepted {
-                operation: Known {
-                    state: Some(StateName::Running),
-                    ..Known::of(operation)
-                },
+                operation,
+                repeated: false,
             });
         }
         let work = Work::Claimed {
@@ -480,7 +511,10 @@ impl Intake {
                 continue;
             };
             outcome = match Outcome::of(&operation, fingerprint) {
-                Outcome::InProgress { operation } if preference.respond_async => Outcome::Accepted { operation },
+                Outcome::InProgress { operation } if preference.respond_async => Outcome::Accepted {
+                    operation,
+                    repeated: true,
+                },
                 outcome => outcome,
             };
         }
@@ -494,6 +528,10 @@ impl Intake {
                 operation,
                 replayed: true,
                 ..
+            }
+            | Outcome::Accepted {
+                operation,
+                repeated: true,
             }
             | Outcome::InProgress { operation }
             | Outcome::Unknown { operation }
@@ -510,11 +548,19 @@ impl Intake {
     }
 }
 
-fn known(submission: &Submission, state: StateName) -> Known {
+/// What became of storing a submission.
+enum Told {
+    /// The id was taken.
+    Known(Outcome),
+    /// It is stored, as far as the commit's answer says.
+    Stored(Result<(), DatabaseError>),
+}
+
+fn known(submission: &Submission, state: Option<StateName>) -> Known {
     Known {
         id: submission.id.clone(),
         kind: submission.kind.name.clone(),
-        state: Some(state),
+        state,
         fingerprint: submission.fingerprint,
         trace_parent: submission.trace_parent.as_deref().map(Into::into),
     }

@@ -22,8 +22,8 @@ pub enum Outcome {
         serve_until: Instant,
         replayed: bool,
     },
-    /// Stored and not settled; ask again later.
-    Accepted { operation: Known },
+    /// Stored and not settled, by this delivery or by an earlier one; ask again later.
+    Accepted { operation: Known, repeated: bool },
     /// Another delivery is at it.
     InProgress { operation: Known },
     /// It may have acted; nobody knows.
@@ -79,7 +79,10 @@ impl Outcome {
                 created_at: Some(operation.created_at),
                 requested: *fingerprint,
             },
-            Verdict::Accepted => Self::Accepted { operation: known },
+            Verdict::Accepted => Self::Accepted {
+                operation: known,
+                repeated: true,
+            },
             Verdict::InProgress => Self::InProgress { operation: known },
             Verdict::Unknown => Self::Unknown { operation: known },
             Verdict::Replay(receipt) => match operation.state.settlement() {
@@ -103,6 +106,17 @@ impl Outcome {
                 None => Self::InProgress { operation: known },
             },
         }
+    }
+}
+
+impl Outcome {
+    /// Counts what is left of the receipt's time from the moment at which the database was asked, not from its answer:
+    /// a handler, a commit or a slow network in between must not prolong it.
+    pub fn since(mut self, asked: Instant) -> Self {
+        if let Self::Settled { serve_until, .. } = &mut self {
+            *serve_until = serve_until.checked_sub(asked.elapsed()).unwrap_or(asked);
+        }
+        self
     }
 }
 

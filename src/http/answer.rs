@@ -31,7 +31,7 @@ pub fn answer(outcome: Result<Outcome, Refusal>, preference: Preference) -> Resp
         Ok(Outcome::Settled { operation, receipt, expires_at, replayed, .. }) => {
             settled(&operation, &receipt, &format_time(expires_at), replayed)
         }
-        Ok(Outcome::Accepted { operation }) => accepted(&operation),
+        Ok(Outcome::Accepted { operation, .. }) => accepted(&operation),
         Ok(Outcome::InProgress { operation }) => Problem::new(
             Code::OperationInProgress,
             "another delivery of this operation is being run; send the same request again later for its receipt",

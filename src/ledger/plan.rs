@@ -138,7 +138,8 @@ pub async fn claim(
 
 /// Puts the claim of a lapsed instance back: its attempt never committed, so it is known not to have acted.
 ///
-/// A row that is locked is left to a later sweep: its process may be silent and its transaction still open.
+/// PostgreSQL may still be at that attempt, and roll it back only when it notices that nobody listens any more. Until
+/// then it holds the row, and the sweep passes it by: waiting here would keep every other operation waiting, too.
 pub async fn lapse(
     session: &mut Session,
     tenant: &Tenant,
@@ -149,16 +150,15 @@ pub async fn lapse(
     let now = clock(session).await?;
     let changed = sqlx::query!(
         r#"
-        with held as (
-            select from ledger.operations
+        with lapsed as materialized (
+            select operation_id from ledger.operations
             where tenant_id = $1 and operation_id = $2 and state = 'running' and version = $3
             for no key update skip locked
         ), changed as (
-            update ledger.operations
-            set state = 'retry_wait', instance_id = null, version = version + 1, due_at = $4
-            where tenant_id = $1 and operation_id = $2 and state = 'running' and version = $3
-                  and exists (select from held)
-            returning tenant_id, operation_id, version, attempt
+            update ledger.operations o
+            set state = 'retry_wait', instance_id = null, version = o.version + 1, due_at = $4
+            from lapsed where o.tenant_id = $1 and o.operation_id = lapsed.operation_id
+            returning o.tenant_id, o.operation_id, o.version, o.attempt
         )
         insert into ledger.history (tenant_id, operation_id, version, at, event, state, actor, attempt, reason)
         select tenant_id, operation_id, version, $4, 'claim_lapsed', 'retry_wait', $5, attempt,

@@ -185,9 +185,14 @@ pub struct Change {
     pub evidence: Option<String>,
 }
 
+// What the purge will remove is not shown from the moment it may, so that nobody can tell whether it has been by.
 const SUMMARY: &str = r"
-    select o.operation_id, o.kind, o.target, o.state, o.fingerprint, o.version, o.run::text as run,
-           o.external_reference, o.requested_by, 1 + coalesce(d.repeats, 0) as deliveries, o.attempt, o.created_at,
+    select o.operation_id, o.kind, o.target, o.state, o.fingerprint, o.version,
+           case when o.state = 'compensating' or o.receipt_expires_at > statement_timestamp() or o.settled_at is null
+                then o.run::text end as run,
+           case when o.state = 'compensating' or o.receipt_expires_at > statement_timestamp() or o.settled_at is null
+                then o.external_reference end as external_reference,
+           o.requested_by, 1 + coalesce(d.repeats, 0) as deliveries, o.attempt, o.created_at,
            o.settled_at, o.receipt_expires_at, r.status, r.headers::text as headers,
            encode(r.body_sha256, 'hex') as body_sha256, octet_length(r.body)::bigint as size
     from ledger.operations o
@@ -206,7 +211,8 @@ pub async fn summary(session: &mut Session, tenant: &Tenant, id: &OperationId) -
     Ok(summaries(session, query, "read the operation").await?.pop())
 }
 
-/// The changes of an operation up to a version, so that they match a summary read just before.
+/// The changes of an operation up to a version, so that they match a summary read just before; none once the purge may
+/// remove them.
 pub async fn history(
     session: &mut Session,
     tenant: &Tenant,
@@ -217,7 +223,11 @@ pub async fn history(
         Change,
         r#"
         select version, at, event, state, actor, attempt, reason, evidence::text as evidence
-        from ledger.history where tenant_id = $1 and operation_id = $2 and version <= $3 order by version
+        from ledger.history where tenant_id = $1 and operation_id = $2 and version <= $3
+          and not exists (select from ledger.operations o
+                          where o.tenant_id = $1 and o.operation_id = $2 and o.state <> 'compensating'
+                            and o.receipt_expires_at <= statement_timestamp())
+        order by version
         "#,
         tenant.as_str(),
         id.as_str(),
@@ -277,6 +287,11 @@ pub async fn list(session: &mut Session, tenant: &Tenant, filter: &Filter, limit
         if let Some(value) = value {
             query.push(condition).push_bind(value.clone());
         }
+    }
+    if filter.run_id.is_some() || filter.external_reference.is_some() {
+        query.push(
+            " and (o.state = 'compensating' or o.receipt_expires_at > statement_timestamp() or o.settled_at is null)",
+        );
     }
     if let Some(covered) = &filter.covered {
         query.push(" and o.kind = any(").push_bind(covered.to_vec()).push(")");

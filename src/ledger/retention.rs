@@ -8,10 +8,12 @@ use super::tenant::Tenant;
 use crate::postgres::error::{Error, doing};
 use crate::postgres::session::Session;
 
-/// Removes payload, receipt, history and counts of up to `limit` finished operations whose receipts have expired, in the
+/// Removes payload, receipt and history of up to `limit` finished operations whose receipts have expired, in the
 /// session's transaction: all of one operation, or nothing. Returns how many.
 ///
-/// Only final operations are taken, oldest expiry first; rows another purge holds are left to it.
+/// Only final operations are taken, oldest expiry first; rows that somebody else holds are left for the next time. The
+/// lock is on the operation's row: receipts may not be updated, and PostgreSQL asks for that right before it locks one.
+/// Counts of deliveries stay with the tombstone, so that what people see is the same before and after.
 pub async fn purge(session: &mut Session, tenant: &Tenant, limit: i64) -> Result<u64, Error> {
     let purged = sqlx::query_scalar!(
         r#"
@@ -23,13 +25,11 @@ pub async fn purge(session: &mut Session, tenant: &Tenant, limit: i64) -> Result
             where r.tenant_id = $1 and r.expires_at <= (select at from now)
               and o.state in ('rejected', 'cancelled', 'succeeded', 'failed', 'compensated')
             order by r.expires_at limit $2
-            for update of o skip locked
+            for no key update of o skip locked
         ), receipts as (
             delete from ledger.receipts t using expired e where t.tenant_id = $1 and t.operation_id = e.operation_id
         ), history as (
             delete from ledger.history t using expired e where t.tenant_id = $1 and t.operation_id = e.operation_id
-        ), deliveries as (
-            delete from ledger.deliveries t using expired e where t.tenant_id = $1 and t.operation_id = e.operation_id
         ), tombstones as (
             update ledger.operations t
             set payload = null, run = null, run_id = null, external_reference = null, trace_parent = null,

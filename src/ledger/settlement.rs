@@ -1,6 +1,7 @@
 //! Settling: running handlers, and storing what they led to, inside the transaction that claimed.
 
 use serde_json::value::RawValue;
+use sqlx::postgres::PgDatabaseError;
 use time::OffsetDateTime;
 
 use super::operation::StateName;
@@ -35,20 +36,20 @@ pub enum Applied {
 }
 
 impl Applied {
-    /// What a deferred constraint raised when it was checked, if it is a refusal.
+    /// What a deferred constraint raised when it was checked; `None` if it was not the database that failed.
     pub fn by_constraint(error: &Error) -> Option<Self> {
         let sqlx::Error::Database(database) = &error.source else {
             return None;
         };
+        let detail = database
+            .try_downcast_ref::<PgDatabaseError>()
+            .and_then(PgDatabaseError::detail);
         let raised = Raised {
             sqlstate: error.sqlstate()?,
             message: database.message().to_owned(),
-            detail: None,
+            detail: detail.filter(|detail| !detail.is_empty()).map(ToOwned::to_owned),
         };
-        match Self::raised(raised) {
-            refused @ Self::Refused(_) => Some(refused),
-            Self::Returned(_) | Self::Passing(_) | Self::Broken(_) => None,
-        }
+        Some(Self::raised(raised.without_row_contents()))
     }
 
     /// The rule that tells a refusal from trouble, by SQLSTATE.

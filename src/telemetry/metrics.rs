@@ -143,7 +143,11 @@ impl Metrics {
             self.purge_backlog.clone(),
         );
         registry.register("queued", "Deliveries waiting for a group", self.queued.clone());
-        registry.register("running_alone", "Operations running outside groups", self.alone.clone());
+        registry.register(
+            "running_alone",
+            "Operations that run outside groups or wait to",
+            self.alone.clone(),
+        );
         registry.register(
             "connections_used",
             "Database connections in use",

@@ -7,10 +7,9 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use tokio::sync::watch;
 use tokio::time::Instant;
 
-use super::{Apply, Member, Running, Work, log_trouble};
+use super::{Apply, Member, Registered, Work, log_trouble};
 use crate::engine::outcome::{Known, Outcome, Refusal, after};
 use crate::ledger::operation::StateName;
 use crate::ledger::operation_id::OperationId;
@@ -30,66 +29,17 @@ const BROKEN_DELAY: Duration = Duration::from_secs(30);
 const TROUBLE_DELAY: Duration = Duration::from_secs(5);
 
 /// Runs a member to its outcome and answers it.
-pub async fn run(apply: Arc<Apply>, member: Member) {
+pub async fn run(apply: Arc<Apply>, member: Member, registered: Registered) {
     // Closed only with the process.
     let Ok(_permit) = apply.alone.clone().acquire_owned().await else {
         return;
     };
-    let registered = Registered::new(&apply, &member.submission);
     let outcome = settle(&apply, &member).await;
     if let Ok(outcome) = &outcome {
         apply.replays.keep(member.tenant(), outcome);
     }
     drop(registered);
     member.answer(outcome);
-}
-
-/// Lets duplicates see that this operation runs here; ends when it is dropped.
-struct Registered<'a> {
-    apply: &'a Apply,
-    key: (Tenant, OperationId),
-    // Dropping it wakes everybody who waits.
-    finished: Option<watch::Sender<()>>,
-}
-
-impl<'a> Registered<'a> {
-    fn new(apply: &'a Apply, submission: &Submission) -> Self {
-        let key = (submission.tenant.clone(), submission.id.clone());
-        let (finished, receiver) = watch::channel(());
-        let mut running = apply.lock_running();
-        let known = Known {
-            id: submission.id.clone(),
-            kind: submission.kind.name.clone(),
-            state: Some(StateName::Running),
-            fingerprint: submission.fingerprint,
-            trace_parent: submission.trace_parent.as_deref().map(Into::into),
-        };
-        // Two deliveries may both have been on their way when neither ran; the first stays the one to wait for.
-        let vacant = !running.contains_key(&key);
-        if vacant {
-            running.insert(
-                key.clone(),
-                Running {
-                    known,
-                    finished: receiver,
-                },
-            );
-        }
-        drop(running);
-        Self {
-            apply,
-            key,
-            finished: vacant.then_some(finished),
-        }
-    }
-}
-
-impl Drop for Registered<'_> {
-    fn drop(&mut self) {
-        if self.finished.is_some() {
-            self.apply.lock_running().remove(&self.key);
-        }
-    }
 }
 
 /// How one transaction ended.
@@ -104,8 +54,9 @@ enum Tried {
 async fn settle(apply: &Apply, member: &Member) -> Result<Outcome, Refusal> {
     let mut tried = 0;
     loop {
+        let asked = Instant::now();
         let passing = match attempt(apply, member).await {
-            Ok(Tried::Answer(outcome)) => return Ok(outcome),
+            Ok(Tried::Answer(outcome)) => return Ok(outcome.since(asked)),
             Ok(Tried::Broken(raised)) => return Ok(broken(apply, member, raised).await),
             Ok(Tried::Passing(raised)) => raised.message,
             Err(error) => match fate(&error) {
@@ -299,7 +250,7 @@ async fn apply_one(session: &mut Session, submission: &Submission, attempt: i32)
     match settlement::check_constraints(session).await {
         Ok(()) => Ok(Applied::Returned(result)),
         Err(error) => match Applied::by_constraint(&error) {
-            Some(refused) => session.rollback_to_savepoint().await.map(|()| refused),
+            Some(raised) => session.rollback_to_savepoint().await.map(|()| raised),
             None => Err(error),
         },
     }

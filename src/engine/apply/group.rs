@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use tokio::time::Instant;
 
-use super::{Apply, Member, log_trouble};
+use super::{Apply, Member, Registered, log_trouble};
 use crate::engine::outcome::{Known, Outcome, after};
 use crate::engine::queue::Turn;
 use crate::ledger::claim::Times;
@@ -53,6 +53,15 @@ enum Ending {
     Alone,
 }
 
+impl Ending {
+    fn since(self, asked: Instant) -> Self {
+        match self {
+            Self::Answer(outcome) => Self::Answer(outcome.since(asked)),
+            Self::Alone => Self::Alone,
+        }
+    }
+}
+
 #[derive(Debug, thiserror::Error)]
 enum Error {
     #[error(transparent)]
@@ -98,7 +107,7 @@ async fn commit(
     session.commit().await?;
     apply.metrics.group(group.len(), committing.elapsed(), began.elapsed());
     *kept = Some(session);
-    Ok(endings)
+    Ok(endings.into_iter().map(|ending| ending.since(began)).collect())
 }
 
 /// Claims, runs and settles within the open transaction.
@@ -328,7 +337,8 @@ fn split(apply: &Arc<Apply>, group: Vec<Member>) {
 }
 
 fn alone(apply: &Arc<Apply>, member: Member) {
-    apply.tasks.spawn(super::alone::run(apply.clone(), member));
+    let registered = Registered::new(apply, &member.submission, member.work);
+    apply.tasks.spawn(super::alone::run(apply.clone(), member, registered));
 }
 
 fn log_failure(error: &Error, members: usize) {

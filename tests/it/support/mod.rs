@@ -8,6 +8,7 @@
 pub mod bouncer;
 pub mod client;
 pub mod notes;
+pub mod handlers;
 pub mod process;
 pub mod proxy;
 pub mod random;
@@ -28,7 +29,7 @@ use opledger::postgres::migrate;
 use opledger::postgres::pool::{self, Pool};
 use sqlx::PgPool;
 
-pub use client::Client;
+pub use client::{Answer, Client};
 
 /// The tenant that `Ledger::start` makes.
 pub const TENANT: &str = "demo";
@@ -149,6 +150,15 @@ pub async fn run(pool: &PgPool, sql: &str) {
         .execute(pool)
         .await
         .unwrap_or_else(|error| panic!("{sql}: {error}"));
+}
+
+/// Looks until it is so; panics when it takes longer than anything here may.
+pub async fn until(what: &str, mut is_so: impl AsyncFnMut() -> bool) {
+    let deadline = tokio::time::Instant::now() + Duration::from_secs(20);
+    while !is_so().await {
+        assert!(tokio::time::Instant::now() < deadline, "not within 20 s: {what}");
+        tokio::time::sleep(Duration::from_millis(10)).await;
+    }
 }
 
 pub async fn open(url: &str) -> Pool {
