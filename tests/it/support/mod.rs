@@ -84,15 +84,20 @@ pub fn start_cluster(name: &str) -> Cluster {
         .chars()
         .filter(char::is_ascii_digit)
         .collect();
-    let directory = PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join(format!("postgres{other}-{name}"));
-    let mut options = Options::kept(directory);
-    options.search_path = config::search_path();
-    options.bin_dir = config::postgres_programs();
-    options.settings = vec![("max_connections".to_owned(), "400".to_owned())];
-    match Cluster::start(&options) {
-        Ok(cluster) => cluster,
-        Err(error) => panic!("the private PostgreSQL does not start: {error}"),
+    // Another run at the same time has its own; the directories are kept, because starting one again is quick.
+    for number in 1..=9 {
+        let directory = PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join(format!("postgres{other}-{name}-{number}"));
+        let mut options = Options::kept(directory);
+        options.search_path = config::search_path();
+        options.bin_dir = config::postgres_programs();
+        options.settings = vec![("max_connections".to_owned(), "400".to_owned())];
+        match Cluster::start(&options) {
+            Ok(cluster) => return cluster,
+            Err(opledger::postgres::cluster::Error::Held { .. }) => {}
+            Err(error) => panic!("the private PostgreSQL does not start: {error}"),
+        }
     }
+    panic!("nine runs at once are too many");
 }
 
 fn block_on<T>(future: impl Future<Output = T>) -> T {
