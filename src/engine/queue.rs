@@ -4,15 +4,22 @@
 //! in whatever order their handlers lock them: they would wait for each other's commits, and now and then for each other.
 //! So a group holds its tenant's turn while it claims, runs and stores, and passes it on just before it commits: the next
 //! group works while this one's commit reaches the disk, and has nothing of it to wait for but that. What arrives
-//! meanwhile makes the next group larger.
+//! meanwhile makes the next group larger. A turn ends after [`LONGEST_TURN`] in any case: one slow handler must not keep its
+//! tenant waiting.
 
-use std::collections::{HashMap, HashSet, VecDeque};
+use std::collections::{HashMap, VecDeque};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
+use std::time::Duration;
+
 use tokio::sync::Notify;
+use tokio::time::Instant;
 
 use super::apply::Member;
 use crate::ledger::tenant::Tenant;
+
+/// How long a group may keep the next one of its tenant waiting.
+const LONGEST_TURN: Duration = Duration::from_millis(100);
 
 /// A bounded queue that gives out groups of one tenant each.
 pub struct Queue {
@@ -26,8 +33,9 @@ struct Waiting {
     members: HashMap<Tenant, VecDeque<Member>>,
     /// Tenants with members, in the order of their turns.
     turns: VecDeque<Tenant>,
-    /// Tenants whose turn is held by a group.
-    held: HashSet<Tenant>,
+    /// Tenants whose turn is held by a group: which turn it is, and when it ends at the latest.
+    held: HashMap<Tenant, (u64, Instant)>,
+    taken: u64,
     length: usize,
     closed: bool,
 }
@@ -80,21 +88,27 @@ impl Queue {
     pub async fn take(&self, most: usize) -> Option<(Vec<Member>, Turn<'_>)> {
         loop {
             let arrived = self.arrived.notified();
-            {
+            let until = {
                 let mut waiting = self.lock();
-                if let Some((tenant, group)) = waiting.group(most) {
+                if let Some((tenant, number, group)) = waiting.group(most) {
                     if waiting.length > 0 {
                         self.arrived.notify_one();
                     }
-                    return Some((group, Turn { queue: self, tenant }));
+                    let queue = self;
+                    return Some((group, Turn { queue, tenant, number }));
                 }
                 if waiting.closed && waiting.length == 0 {
                     // Wake the next worker that waits, so that all of them see the end.
                     self.arrived.notify_one();
                     return None;
                 }
+                waiting.next_turn()
+            };
+            match until {
+                // Whether it arrives or the turn is over: look again.
+                Some(until) => drop(tokio::time::timeout_at(until, arrived).await),
+                None => arrived.await,
             }
-            arrived.await;
         }
     }
 
@@ -128,12 +142,20 @@ impl Queue {
 pub struct Turn<'a> {
     queue: &'a Queue,
     tenant: Tenant,
+    number: u64,
 }
 
 impl Drop for Turn<'_> {
     fn drop(&mut self) {
         let mut waiting = self.queue.lock();
-        waiting.held.remove(&self.tenant);
+        // If it took too long, the turn is somebody else's by now.
+        if waiting
+            .held
+            .get(&self.tenant)
+            .is_some_and(|(number, _)| *number == self.number)
+        {
+            waiting.held.remove(&self.tenant);
+        }
         let more = waiting.members.contains_key(&self.tenant);
         drop(waiting);
         if more {
@@ -153,8 +175,10 @@ impl Waiting {
         self.length += 1;
     }
 
-    fn group(&mut self, most: usize) -> Option<(Tenant, Vec<Member>)> {
-        let place = self.turns.iter().position(|tenant| !self.held.contains(tenant))?;
+    fn group(&mut self, most: usize) -> Option<(Tenant, u64, Vec<Member>)> {
+        let now = Instant::now();
+        let free = |tenant: &Tenant| self.held.get(tenant).is_none_or(|(_, until)| *until <= now);
+        let place = self.turns.iter().position(free)?;
         let tenant = self.turns.remove(place)?;
         let members = self.members.get_mut(&tenant)?;
         let group: Vec<Member> = members.drain(..most.min(members.len())).collect();
@@ -164,8 +188,15 @@ impl Waiting {
             self.turns.push_back(tenant.clone());
         }
         self.length -= group.len();
-        self.held.insert(tenant.clone());
-        Some((tenant, group))
+        self.taken += 1;
+        self.held.insert(tenant.clone(), (self.taken, now + LONGEST_TURN));
+        Some((tenant, self.taken, group))
+    }
+
+    /// When the first turn ends that somebody waits for.
+    fn next_turn(&self) -> Option<Instant> {
+        let ends = self.turns.iter().filter_map(|tenant| self.held.get(tenant));
+        ends.map(|(_, until)| *until).min()
     }
 }
 
@@ -211,6 +242,23 @@ mod tests {
         );
         drop(first.1);
         assert_eq!(ids(second.await), ["2"]);
+    }
+
+    #[tokio::test]
+    async fn a_turn_that_takes_too_long_is_passed_over_its_head() {
+        let queue = Queue::new(10);
+        for id in ["1", "2", "3"] {
+            assert!(queue.push(test_member("a", id)).is_ok());
+        }
+        let slow = queue.take(1).await.unwrap();
+        let next = queue.take(1).await.unwrap();
+        assert_eq!(next.0[0].id().as_str(), "2");
+        // The slow one's end does not end its successor's turn.
+        drop(slow.1);
+        let mut third = Box::pin(queue.take(1));
+        assert!(futures_now(&mut third).await.is_none());
+        drop(next.1);
+        assert_eq!(ids(third.await), ["3"]);
     }
 
     /// What a future gives if it is ready now.
