@@ -6,15 +6,15 @@
 )]
 
 mod chaos;
+mod claims;
 mod crashes;
+mod fingerprints;
 mod migrations;
+mod plans;
 mod pooler;
+mod retention;
 mod schema;
 mod shutdown;
-mod claims;
-mod fingerprints;
-mod plans;
-mod retention;
 mod states;
 mod submit;
 mod support;

@@ -7,8 +7,8 @@
 
 pub mod bouncer;
 pub mod client;
-pub mod notes;
 pub mod handlers;
+pub mod notes;
 pub mod process;
 pub mod proxy;
 pub mod random;
