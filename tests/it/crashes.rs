@@ -100,12 +100,25 @@ async fn a_killed_postgresql_loses_nothing_that_was_acknowledged() {
         };
         let (round_sent, ()) = tokio::join!(senders, killer);
         sent.extend(resend_unanswered(round_sent, &client).await);
+        until_it_answers(&sql).await;
     }
     assert!(sent.len() > ROUNDS * 32, "there was load: {}", sent.len());
     // Nothing may come from memory: another process answers from the tables.
     let other = serve(&config, &victim.server.url("opledger", "victim")).await;
     let sent = settle_all(sent, &client.at(other.address)).await;
     audit(&sql, &sent).await;
+}
+
+/// Waits until the server has recovered.
+async fn until_it_answers(sql: &PgPool) {
+    let give_up_at = std::time::Instant::now() + Duration::from_secs(30);
+    while let Err(error) = sqlx::query("select 1").execute(sql).await {
+        assert!(
+            std::time::Instant::now() < give_up_at,
+            "PostgreSQL does not come back: {error}"
+        );
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
 }
 
 async fn kill_a_session(sql: &PgPool) {
