@@ -207,11 +207,8 @@ fn text<'a>(pointer: &str, node: &'a Node<'a>) -> Result<&'a str, Problem> {
 
 fn label_of(node: &Node<'_>) -> Result<String, Problem> {
     let label = text("/label", node)?;
-    if label.is_empty() || label.len() > 200 || label.chars().any(char::is_control) {
-        return Err(Problem::member(
-            "/label",
-            "a label is 1 to 200 bytes without control characters",
-        ));
+    if !(1..=200).contains(&label.chars().count()) || label.chars().any(char::is_control) {
+        return Err(Problem::member("/label", "a label is 1 to 200 characters, none of them a control character"));
     }
     Ok(label.to_owned())
 }

@@ -23,6 +23,7 @@ use crate::engine::intake::NotCancelled;
 use crate::engine::outcome::{Outcome, Refusal};
 use crate::ledger::fingerprint::Fingerprint;
 use crate::ledger::key::{Caller, Role};
+use crate::ledger::kind::is_kind_name;
 use crate::ledger::operation::{Operation, StateName};
 use crate::ledger::operation_id::OperationId;
 use crate::ledger::read::{self, Change, Filter, Place, Summary};
@@ -403,16 +404,34 @@ fn filter(parameters: &mut Parameters, caller: &Caller) -> Result<(Filter, i64),
     };
     let filter = Filter {
         state,
-        kind: parameters.take("kind"),
+        kind: checked(parameters, "kind", is_kind_name, "this is not the name of a kind")?,
         covered: caller.kinds.clone(),
-        run_id: parameters.take("run_id"),
+        run_id: reference(parameters, "run_id")?,
         fingerprint,
-        external_reference: parameters.take("external_reference"),
+        external_reference: reference(parameters, "external_reference")?,
         since: time("since", parameters.take("since"))?,
         until: time("until", parameters.take("until"))?,
         after: place(parameters)?,
     };
     Ok((filter, parameters.limit()?))
+}
+
+fn reference(parameters: &mut Parameters, name: &str) -> Result<Option<String>, Problem> {
+    let detail = "it has 1 to 255 characters, none of them a control character";
+    checked(parameters, name, submission::is_reference, detail)
+}
+
+/// A parameter that nothing stored could equal is refused rather than answered with an empty list.
+fn checked(
+    parameters: &mut Parameters,
+    name: &str,
+    is_good: fn(&str) -> bool,
+    detail: &str,
+) -> Result<Option<String>, Problem> {
+    match parameters.take(name) {
+        Some(text) if !is_good(&text) => Err(Problem::parameter(name, detail)),
+        other => Ok(other),
+    }
 }
 
 fn place(parameters: &mut Parameters) -> Result<Option<Place>, Problem> {
