@@ -470,6 +470,11 @@ pub fn search_path() -> Option<std::ffi::OsString> {
     std::env::var_os("PATH")
 }
 
+/// Where temporary files go.
+pub fn temporary_directory() -> PathBuf {
+    std::env::temp_dir()
+}
+
 /// The machine's name, for people who read the table of instances.
 pub fn hostname() -> String {
     std::fs::read_to_string("/proc/sys/kernel/hostname")

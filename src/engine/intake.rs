@@ -61,7 +61,7 @@ pub struct Intake {
 pub enum NotCancelled {
     /// The tenant has no such operation.
     NotFound,
-    /// Another key asked for it.
+    /// Another key asked for it, or this one no longer covers its kind.
     NotYours,
     /// It has begun, or it is over.
     TooLate(Known),
@@ -157,10 +157,10 @@ impl Intake {
                 .operation(&caller.tenant, id)
                 .await
                 .map_err(NotCancelled::Refused)?;
-            let Some(operation) = operation.filter(|operation| caller.covers(&operation.kind)) else {
+            let Some(operation) = operation else {
                 return Err(NotCancelled::NotFound);
             };
-            if *operation.requested_by != *caller.key_id {
+            if *operation.requested_by != *caller.key_id || !caller.covers(&operation.kind) {
                 return Err(NotCancelled::NotYours);
             }
             let name = operation.state.name();
@@ -560,7 +560,7 @@ enum Told {
 fn is_running(outcome: &Outcome) -> bool {
     match outcome {
         Outcome::InProgress { .. } => true,
-        Outcome::Accepted { operation } => {
+        Outcome::Accepted { operation, .. } => {
             matches!(operation.state, None | Some(StateName::Running | StateName::RetryWait))
         }
         Outcome::Settled { .. }
