@@ -123,7 +123,10 @@ fn run(node: &Node<'_>) -> Result<Run, Invalid> {
             "run_id" => run_id = Some(reference("/run/run_id", node)?),
             "attempt" if is_count(node.raw()) => {}
             "attempt" => {
-                return Err(member("/run/attempt", "\"attempt\" must be a whole number from 0 to 2147483647"));
+                return Err(member(
+                    "/run/attempt",
+                    "\"attempt\" must be a whole number from 0 to 2147483647",
+                ));
             }
             _ => return Err(unknown("/run", name)),
         }
@@ -152,14 +155,19 @@ fn string<'a>(pointer: &str, node: &'a Node<'a>) -> Result<&'a str, Invalid> {
 fn reference(pointer: &str, node: &Node<'_>) -> Result<String, Invalid> {
     let text = string(pointer, node)?;
     if !is_reference(text) {
-        return Err(member(pointer, "must be 1 to 255 characters, none of them a control character"));
+        return Err(member(
+            pointer,
+            "must be 1 to 255 characters, none of them a control character",
+        ));
     }
     Ok(text.to_owned())
 }
 
 /// A whole number, in whichever spelling: `2`, `2.0` and `2e0` are equal to the ledger.
 fn is_count(literal: &str) -> bool {
-    literal.parse::<f64>().is_ok_and(|count| count.fract() == 0.0 && (0.0..=f64::from(i32::MAX)).contains(&count))
+    literal
+        .parse::<f64>()
+        .is_ok_and(|count| count.fract() == 0.0 && (0.0..=f64::from(i32::MAX)).contains(&count))
 }
 
 /// Whether a text can be an `external_reference` or a member of `run`.
@@ -257,10 +265,19 @@ mod tests {
             (r#"{"kind":"k","payload":1,"run":{"attempt":2.0}}"#, "accepted"),
             (r#"{"kind":"k","payload":1,"run":{"attempt":2.5}}"#, "/run/attempt"),
             (r#"{"kind":"k","payload":1,"run":{"attempt":"2"}}"#, "/run/attempt"),
-            (r#"{"kind":"k","payload":1,"run":{"attempt":2147483648}}"#, "/run/attempt"),
+            (
+                r#"{"kind":"k","payload":1,"run":{"attempt":2147483648}}"#,
+                "/run/attempt",
+            ),
             (r#"{"kind":"k","payload":1,"run":{"step":"a\nb"}}"#, "/run/step"),
-            (r#"{"kind":"k","payload":1,"external_reference":""}"#, "/external_reference"),
-            (r#"{"kind":"k","payload":1,"external_reference":"a\u001fb"}"#, "/external_reference"),
+            (
+                r#"{"kind":"k","payload":1,"external_reference":""}"#,
+                "/external_reference",
+            ),
+            (
+                r#"{"kind":"k","payload":1,"external_reference":"a\u001fb"}"#,
+                "/external_reference",
+            ),
             (r#"{"kind":"k","payload":{"a":1,"a":1}}"#, "/payload/a"),
         ];
         for (body, expected) in cases {
