@@ -6,16 +6,22 @@
 )]
 
 mod chaos;
+mod claims;
+mod contract;
 mod crashes;
+mod edge;
+mod fingerprints;
+mod keys;
+mod layers;
+mod lookups;
 mod migrations;
+mod plans;
 mod pooler;
+mod retention;
 mod schema;
 mod shutdown;
-mod claims;
-mod fingerprints;
-mod plans;
-mod retention;
 mod states;
 mod submit;
 mod support;
+mod tenants;
 mod traces;
