@@ -25,7 +25,7 @@ create table ledger.api_keys (
     key_id        text        not null check (key_id ~ '^[0-9A-Za-z]{16}$'),
     secret_sha256 bytea       not null check (octet_length(secret_sha256) = 32),
     role          text        not null check (role in ('agent', 'approver', 'operator', 'admin')),
-    label         text        not null check (octet_length(label) between 1 and 200),
+    label         text        not null check (char_length(label) between 1 and 200),
     kinds         text[]      check (cardinality(kinds) > 0),
     created_at    timestamptz not null default clock_timestamp(),
     last_used_at  timestamptz,

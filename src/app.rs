@@ -20,7 +20,7 @@ use crate::engine::deliveries::Deliveries;
 use crate::engine::intake::Intake;
 use crate::engine::recovery::{self, Heartbeat};
 use crate::engine::replays::Replays;
-use crate::http;
+use crate::http::{self, App};
 use crate::ledger::kind::{self, Kinds};
 use crate::postgres::error::Error as DatabaseError;
 use crate::postgres::migrate;
@@ -29,26 +29,6 @@ use crate::telemetry::metrics::Metrics;
 
 /// Longest wait for connections to close.
 const CLOSING: Duration = Duration::from_secs(1);
-
-/// What request handlers share.
-pub struct App {
-    pub intake: Arc<Intake>,
-    pub accounts: Accounts,
-    pub deliveries: Arc<Deliveries>,
-    pub pool: Pool,
-    pub metrics: Arc<Metrics>,
-    pub heartbeat: Arc<Heartbeat>,
-    pub limits: config::Limits,
-    pub recovery: recovery::Settings,
-    stopping: AtomicBool,
-}
-
-impl App {
-    /// Whether the process has been told to stop.
-    pub fn is_stopping(&self) -> bool {
-        self.stopping.load(Ordering::Relaxed)
-    }
-}
 
 /// Why a process does not start.
 #[derive(Debug, thiserror::Error)]

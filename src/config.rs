@@ -24,8 +24,8 @@ const DEFAULT_TIMEOUT: Duration = Duration::from_secs(10);
 /// The longest duration a setting takes: a thousand years, far from where clocks overflow.
 const LONGEST: Duration = Duration::from_secs(1_000 * 366 * 86_400);
 
-/// Where the database is.
-#[derive(Debug, Clone, Args)]
+/// Where the database is. Never printed: an address may carry a password.
+#[derive(Clone, Args)]
 pub struct DatabaseArgs {
     /// PostgreSQL address, e.g. postgres://opledger@db/ledger (prefer the variable or the file: flags show in `ps`)
     #[arg(long, env = "DATABASE_URL", hide_env_values = true, value_name = "URL")]
@@ -38,6 +38,14 @@ pub struct DatabaseArgs {
         conflicts_with = "database_url"
     )]
     pub database_url_file: Option<PathBuf>,
+}
+
+impl fmt::Debug for DatabaseArgs {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("DatabaseArgs")
+            .field("database_url_file", &self.database_url_file)
+            .finish_non_exhaustive()
+    }
 }
 
 /// How the service is reached.
@@ -468,6 +476,11 @@ pub fn postgres_programs() -> Option<PathBuf> {
 #[expect(clippy::disallowed_methods, reason = "this file is where the environment is read")]
 pub fn search_path() -> Option<std::ffi::OsString> {
     std::env::var_os("PATH")
+}
+
+/// Where temporary files go.
+pub fn temporary_directory() -> PathBuf {
+    std::env::temp_dir()
 }
 
 /// The machine's name, for people who read the table of instances.

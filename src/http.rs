@@ -8,9 +8,11 @@ pub mod operations;
 pub mod problem;
 pub mod query;
 pub mod server;
+pub mod wire;
 
 use std::any::Any;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 
 use axum::Router;
@@ -22,7 +24,13 @@ use http::{HeaderName, HeaderValue};
 use tower_http::catch_panic::CatchPanicLayer;
 use tracing::Instrument;
 
-use crate::app::App;
+use crate::config;
+use crate::engine::accounts::Accounts;
+use crate::engine::deliveries::Deliveries;
+use crate::engine::intake::Intake;
+use crate::engine::recovery::{self, Heartbeat};
+use crate::postgres::pool::Pool;
+use crate::telemetry::metrics::Metrics;
 use crate::telemetry::trace::{self, TraceParent};
 use problem::{Code, Problem};
 
@@ -31,6 +39,27 @@ const NO_SNIFFING: (HeaderName, HeaderValue) = (
     http::header::X_CONTENT_TYPE_OPTIONS,
     HeaderValue::from_static("nosniff"),
 );
+
+/// What request handlers share.
+pub struct App {
+    pub intake: Arc<Intake>,
+    pub accounts: Accounts,
+    pub deliveries: Arc<Deliveries>,
+    pub pool: Pool,
+    pub metrics: Arc<Metrics>,
+    pub heartbeat: Arc<Heartbeat>,
+    pub limits: config::Limits,
+    pub recovery: recovery::Settings,
+    /// Set when the process has been told to stop.
+    pub stopping: AtomicBool,
+}
+
+impl App {
+    /// Whether the process has been told to stop.
+    pub fn is_stopping(&self) -> bool {
+        self.stopping.load(Ordering::Relaxed)
+    }
+}
 
 /// Every route of the service.
 pub fn router(app: Arc<App>) -> Router {

@@ -301,7 +301,7 @@ fn temporary_directory() -> anyhow::Result<PathBuf> {
         std::process::id(),
         getrandom::u32().unwrap_or_default()
     );
-    let path = std::env::temp_dir().join(name);
+    let path = config::temporary_directory().join(name);
     std::fs::create_dir(&path).with_context(|| format!("cannot make {}", path.display()))?;
     Ok(path)
 }

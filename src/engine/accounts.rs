@@ -45,6 +45,11 @@ impl Accounts {
             })
     }
 
+    /// Looks every key up again: one of them was changed here, and its next request must not be told what held before.
+    pub fn forget(&self) {
+        self.callers.invalidate_all();
+    }
+
     async fn look_up(&self, secret: &Secret) -> Result<Option<Caller>, Error> {
         let mut session = self.pool.reader(LIMITS).await?;
         let caller = key::authenticate(&mut session, secret).await?;

@@ -61,7 +61,7 @@ pub struct Intake {
 pub enum NotCancelled {
     /// The tenant has no such operation.
     NotFound,
-    /// Another key asked for it.
+    /// Another key asked for it, or this one no longer covers its kind.
     NotYours,
     /// It has begun, or it is over.
     TooLate(Known),
@@ -157,10 +157,10 @@ impl Intake {
                 .operation(&caller.tenant, id)
                 .await
                 .map_err(NotCancelled::Refused)?;
-            let Some(operation) = operation.filter(|operation| caller.covers(&operation.kind)) else {
+            let Some(operation) = operation else {
                 return Err(NotCancelled::NotFound);
             };
-            if *operation.requested_by != *caller.key_id {
+            if *operation.requested_by != *caller.key_id || !caller.covers(&operation.kind) {
                 return Err(NotCancelled::NotYours);
             }
             let name = operation.state.name();
@@ -505,7 +505,7 @@ impl Intake {
             return Ok(outcome);
         };
         let until = Instant::now() + wait;
-        while matches!(outcome, Outcome::Accepted { .. } | Outcome::InProgress { .. }) && Instant::now() < until {
+        while is_running(&outcome) && Instant::now() < until {
             tokio::time::sleep(LOOK_AGAIN.min(until - Instant::now())).await;
             let Some(operation) = self.operation(tenant, id).await? else {
                 continue;
@@ -554,6 +554,21 @@ enum Told {
     Known(Outcome),
     /// It is stored, as far as the commit's answer says.
     Stored(Result<(), DatabaseError>),
+}
+
+/// Whether it may settle without anybody's doing: a planned operation would keep its caller waiting for nothing.
+fn is_running(outcome: &Outcome) -> bool {
+    match outcome {
+        Outcome::InProgress { .. } => true,
+        Outcome::Accepted { operation, .. } => {
+            matches!(operation.state, None | Some(StateName::Running | StateName::RetryWait))
+        }
+        Outcome::Settled { .. }
+        | Outcome::Unknown { .. }
+        | Outcome::Mismatch { .. }
+        | Outcome::Expired { .. }
+        | Outcome::HandlerBroken { .. } => false,
+    }
 }
 
 fn known(submission: &Submission, state: Option<StateName>) -> Known {

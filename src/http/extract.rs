@@ -1,16 +1,19 @@
 //! What handlers take from a request: the caller, the key, preferences, and a bounded body.
 
+use std::convert::Infallible;
 use std::time::Duration;
 
+use axum::extract::{FromRequestParts, Path};
 use base64::Engine as _;
 use bytes::{Bytes, BytesMut};
 use http::header::{AUTHORIZATION, CONTENT_ENCODING, CONTENT_LENGTH, CONTENT_TYPE};
+use http::request::Parts;
 use http::{HeaderMap, HeaderName};
 use http_body_util::BodyExt;
 use tokio::time::Instant;
 
+use super::App;
 use super::problem::{Code, Problem};
-use crate::app::App;
 use crate::engine::intake::Preference;
 use crate::ledger::key::{Caller, Role, Secret};
 use crate::ledger::operation_id::OperationId;
@@ -83,9 +86,38 @@ pub fn key(headers: &HeaderMap) -> Result<Option<OperationId>, Problem> {
         .map_err(|error| Problem::new(Code::KeyInvalid, format!("Idempotency-Key: {error}")))
 }
 
-/// The operation id of a path segment, which axum has decoded.
-pub fn path_id(segment: &str) -> Result<OperationId, Problem> {
-    OperationId::parse(segment).map_err(|error| Problem::new(Code::KeyInvalid, error.to_string()))
+/// The variable segment of a path; `None` if it is not percent-encoded UTF-8.
+pub struct Segment(Option<String>);
+
+impl Segment {
+    /// The operation id that it is.
+    pub fn operation_id(&self) -> Result<OperationId, Problem> {
+        let Some(segment) = &self.0 else {
+            return Err(Problem::new(
+                Code::KeyInvalid,
+                "the operation id in the path is not percent-encoded ASCII",
+            ));
+        };
+        OperationId::parse(segment).map_err(|error| Problem::new(Code::KeyInvalid, error.to_string()))
+    }
+
+    /// The text that it is; what cannot be text names nothing.
+    pub fn text(&self) -> Result<&str, Problem> {
+        self.0.as_deref().ok_or_else(Problem::not_found)
+    }
+}
+
+impl<S: Send + Sync> FromRequestParts<S> for Segment {
+    type Rejection = Infallible;
+
+    async fn from_request_parts(parts: &mut Parts, state: &S) -> Result<Self, Infallible> {
+        Ok(Self(
+            Path::from_request_parts(parts, state)
+                .await
+                .ok()
+                .map(|Path(segment)| segment),
+        ))
+    }
 }
 
 /// `Prefer: wait=N` and `Prefer: respond-async` (RFC 7240); anything else in it is ignored.

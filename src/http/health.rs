@@ -6,15 +6,16 @@ use std::time::Duration;
 
 use axum::Router;
 use axum::body::Body;
-use axum::extract::{Path, State};
+use axum::extract::State;
 use axum::response::Response;
 use axum::routing::get;
 use http::header::CONTENT_TYPE;
 use http::{HeaderValue, StatusCode};
 
+use super::App;
 use super::answer;
+use super::extract::Segment;
 use super::problem::Problem;
-use crate::app::App;
 use crate::telemetry::metrics::Readings;
 
 const OPENAPI: &str = include_str!("../../openapi.yaml");
@@ -113,7 +114,8 @@ async fn metrics(State(app): State<Arc<App>>) -> Response {
     )
 }
 
-async fn page(Path(code): Path<String>) -> Result<Response, Problem> {
+async fn page(code: Segment) -> Result<Response, Problem> {
+    let code = code.text()?;
     let (_, page) = PAGES
         .iter()
         .find(|(known, _)| *known == code)

@@ -4,17 +4,17 @@ use std::sync::Arc;
 
 use axum::Router;
 use axum::body::Body;
-use axum::extract::{Path, RawQuery, State};
+use axum::extract::{RawQuery, State};
 use axum::response::Response;
 use axum::routing::{get, patch};
 use http::{HeaderMap, StatusCode};
 use serde::Serialize;
 
+use super::App;
 use super::answer;
-use super::extract;
+use super::extract::{self, Segment};
 use super::problem::{Code, Problem};
 use super::query::{self, Parameters};
-use crate::app::App;
 use crate::engine::intake::refusal;
 use crate::ledger::canonical::{self, Node, Value};
 use crate::ledger::key::{self, Change, Key, NewKey, Role, Secret};
@@ -88,36 +88,38 @@ async fn list(State(app): State<Arc<App>>, RawQuery(query): RawQuery, headers: H
 /// `PATCH /v1/keys/{key_id}`: label and kinds.
 async fn change(
     State(app): State<Arc<App>>,
-    Path(key_id): Path<String>,
+    key_id: Segment,
     headers: HeaderMap,
     body: Body,
 ) -> Result<Response, Problem> {
     let caller = extract::caller(&app, &headers, &[Role::Admin]).await?;
     let body = extract::json_body(&app, &headers, body).await?;
     let change = changes(&parsed(&body)?)?;
-    let key_id = well_formed(&key_id)?;
+    let key_id = well_formed(key_id.text()?)?;
     let changed = write(&app, async |session| {
         key::change(session, &caller.tenant, key_id, &change).await
     })
     .await?;
     let key = changed.ok_or_else(Problem::not_found)?;
+    app.accounts.forget();
     Ok(answer::json(StatusCode::OK, &Document::from(key)))
 }
 
 /// `DELETE /v1/keys/{key_id}`: revokes it, on every process within a second.
 async fn revoke(
     State(app): State<Arc<App>>,
-    Path(key_id): Path<String>,
+    key_id: Segment,
     headers: HeaderMap,
     body: Body,
 ) -> Result<Response, Problem> {
     let caller = extract::caller(&app, &headers, &[Role::Admin]).await?;
     extract::no_body(&app, &headers, body).await?;
-    let key_id = well_formed(&key_id)?;
+    let key_id = well_formed(key_id.text()?)?;
     let known = write(&app, async |session| key::revoke(session, &caller.tenant, key_id).await).await?;
     if !known {
         return Err(Problem::not_found());
     }
+    app.accounts.forget();
     tracing::info!(revoked = key_id, "key revoked");
     let mut response = Response::new(Body::empty());
     *response.status_mut() = StatusCode::NO_CONTENT;
@@ -207,10 +209,10 @@ fn text<'a>(pointer: &str, node: &'a Node<'a>) -> Result<&'a str, Problem> {
 
 fn label_of(node: &Node<'_>) -> Result<String, Problem> {
     let label = text("/label", node)?;
-    if label.is_empty() || label.len() > 200 || label.chars().any(char::is_control) {
+    if !(1..=200).contains(&label.chars().count()) || label.chars().any(char::is_control) {
         return Err(Problem::member(
             "/label",
-            "a label is 1 to 200 bytes without control characters",
+            "a label is 1 to 200 characters, none of them a control character",
         ));
     }
     Ok(label.to_owned())

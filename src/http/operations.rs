@@ -4,25 +4,26 @@ use std::sync::Arc;
 
 use axum::Router;
 use axum::body::Body;
-use axum::extract::{Path, RawQuery, State};
+use axum::extract::{RawQuery, State};
 use axum::response::Response;
 use axum::routing::{get, post};
 use http::header::{ETAG, IF_NONE_MATCH};
 use http::{HeaderMap, StatusCode};
 use serde::Serialize;
 use serde_json::value::RawValue;
-use time::OffsetDateTime;
 use time::format_description::well_known::Rfc3339;
+use time::{OffsetDateTime, UtcOffset};
 
+use super::App;
 use super::answer::{self, answer};
-use super::extract;
+use super::extract::{self, Segment};
 use super::problem::{Code, Problem};
 use super::query::{self, Parameters};
-use crate::app::App;
 use crate::engine::intake::NotCancelled;
 use crate::engine::outcome::{Outcome, Refusal};
 use crate::ledger::fingerprint::Fingerprint;
 use crate::ledger::key::{Caller, Role};
+use crate::ledger::kind::is_kind_name;
 use crate::ledger::operation::{Operation, StateName};
 use crate::ledger::operation_id::OperationId;
 use crate::ledger::read::{self, Change, Filter, Place, Summary};
@@ -211,9 +212,9 @@ fn log_mismatch(outcome: &Result<Outcome, Refusal>) {
 }
 
 /// `GET /v1/operations/{operation_id}`.
-async fn read(State(app): State<Arc<App>>, Path(id): Path<String>, headers: HeaderMap) -> Result<Response, Problem> {
+async fn read(State(app): State<Arc<App>>, id: Segment, headers: HeaderMap) -> Result<Response, Problem> {
     let caller = extract::caller(&app, &headers, &READERS).await?;
-    let id = extract::path_id(&id)?;
+    let id = id.operation_id()?;
     document(&app, &caller, &id).await
 }
 
@@ -244,9 +245,9 @@ async fn document(app: &App, caller: &Caller, id: &OperationId) -> Result<Respon
 }
 
 /// `GET /v1/operations/{operation_id}/receipt`: what a retry would be told, without being a delivery.
-async fn receipt(State(app): State<Arc<App>>, Path(id): Path<String>, headers: HeaderMap) -> Result<Response, Problem> {
+async fn receipt(State(app): State<Arc<App>>, id: Segment, headers: HeaderMap) -> Result<Response, Problem> {
     let caller = extract::caller(&app, &headers, &READERS).await?;
-    let id = extract::path_id(&id)?;
+    let id = id.operation_id()?;
     let operation = own(&app, &caller, &id).await?;
     let outcome = Outcome::of(&operation, &operation.fingerprint);
     let Outcome::Settled { receipt, .. } = &outcome else {
@@ -267,12 +268,12 @@ async fn receipt(State(app): State<Arc<App>>, Path(id): Path<String>, headers: H
 /// `POST /v1/operations/{operation_id}/execute`: runs a planned operation.
 async fn execute(
     State(app): State<Arc<App>>,
-    Path(id): Path<String>,
+    id: Segment,
     headers: HeaderMap,
     body: Body,
 ) -> Result<Response, Problem> {
     let caller = extract::caller(&app, &headers, &[Role::Agent]).await?;
-    let id = extract::path_id(&id)?;
+    let id = id.operation_id()?;
     extract::no_body(&app, &headers, body).await?;
     let operation = own(&app, &caller, &id).await?;
     let preference = extract::preference(&headers);
@@ -283,21 +284,16 @@ async fn execute(
 }
 
 /// `POST /v1/operations/{operation_id}/cancel`: withdraws an operation that has not begun.
-async fn cancel(
-    State(app): State<Arc<App>>,
-    Path(id): Path<String>,
-    headers: HeaderMap,
-    body: Body,
-) -> Result<Response, Problem> {
+async fn cancel(State(app): State<Arc<App>>, id: Segment, headers: HeaderMap, body: Body) -> Result<Response, Problem> {
     let caller = extract::caller(&app, &headers, &[Role::Agent]).await?;
-    let id = extract::path_id(&id)?;
+    let id = id.operation_id()?;
     extract::no_body(&app, &headers, body).await?;
     match app.intake.cancel(&caller, &id).await {
         Ok(()) => document(&app, &caller, &id).await,
         Err(NotCancelled::NotFound) => Err(Problem::not_found()),
         Err(NotCancelled::NotYours) => Err(Problem::new(
             Code::Forbidden,
-            "only the key that asked for an operation may cancel it",
+            "only the key that asked for an operation may cancel it, while it covers the kind",
         )
         .about(&id)),
         Err(NotCancelled::TooLate(known)) => Err(Problem::new(
@@ -379,13 +375,6 @@ async fn list(State(app): State<Arc<App>>, RawQuery(query): RawQuery, headers: H
 }
 
 fn filter(parameters: &mut Parameters, caller: &Caller) -> Result<(Filter, i64), Problem> {
-    let time = |name: &str, text: Option<String>| -> Result<Option<OffsetDateTime>, Problem> {
-        let parse = |text: String| {
-            OffsetDateTime::parse(&text, &Rfc3339)
-                .map_err(|_| Problem::parameter(name, "write a time as RFC 3339, e.g. 2026-01-31T12:00:00Z"))
-        };
-        text.map(parse).transpose()
-    };
     let state = match parameters.take("state") {
         Some(name) => Some(StateName::parse(&name).ok_or_else(|| {
             let names: Vec<_> = StateName::ALL.iter().map(|state| state.as_str()).collect();
@@ -403,23 +392,61 @@ fn filter(parameters: &mut Parameters, caller: &Caller) -> Result<(Filter, i64),
     };
     let filter = Filter {
         state,
-        kind: parameters.take("kind"),
+        kind: checked(parameters, "kind", is_kind_name, "this is not the name of a kind")?,
         covered: caller.kinds.clone(),
-        run_id: parameters.take("run_id"),
+        run_id: reference(parameters, "run_id")?,
         fingerprint,
-        external_reference: parameters.take("external_reference"),
-        since: time("since", parameters.take("since"))?,
-        until: time("until", parameters.take("until"))?,
+        external_reference: reference(parameters, "external_reference")?,
+        since: time(parameters, "since")?,
+        until: time(parameters, "until")?,
         after: place(parameters)?,
     };
     Ok((filter, parameters.limit()?))
+}
+
+/// A time, in UTC: with its offset it may lie outside the years that can be written.
+fn time(parameters: &mut Parameters, name: &str) -> Result<Option<OffsetDateTime>, Problem> {
+    let Some(text) = parameters.take(name) else {
+        return Ok(None);
+    };
+    match utc(&text) {
+        Some(time) => Ok(Some(time)),
+        None => Err(Problem::parameter(
+            name,
+            "write a time as RFC 3339, e.g. 2026-01-31T12:00:00Z",
+        )),
+    }
+}
+
+fn utc(text: &str) -> Option<OffsetDateTime> {
+    OffsetDateTime::parse(text, &Rfc3339)
+        .ok()?
+        .checked_to_offset(UtcOffset::UTC)
+}
+
+fn reference(parameters: &mut Parameters, name: &str) -> Result<Option<String>, Problem> {
+    let detail = "it has 1 to 255 characters, none of them a control character";
+    checked(parameters, name, submission::is_reference, detail)
+}
+
+/// A parameter that nothing stored could equal is refused rather than answered with an empty list.
+fn checked(
+    parameters: &mut Parameters,
+    name: &str,
+    is_good: fn(&str) -> bool,
+    detail: &str,
+) -> Result<Option<String>, Problem> {
+    match parameters.take(name) {
+        Some(text) if !is_good(&text) => Err(Problem::parameter(name, detail)),
+        other => Ok(other),
+    }
 }
 
 fn place(parameters: &mut Parameters) -> Result<Option<Place>, Problem> {
     let Some((created_at, operation_id)) = parameters.cursor()? else {
         return Ok(None);
     };
-    let created_at = OffsetDateTime::parse(&created_at, &Rfc3339).map_err(|_| query::bad_cursor())?;
+    let created_at = utc(&created_at).ok_or_else(query::bad_cursor)?;
     Ok(Some(Place {
         created_at,
         operation_id,

@@ -252,6 +252,24 @@ impl Problem {
     }
 }
 
+impl Problem {
+    /// The bytes of an answer that no request led to, which is the last of its connection.
+    pub fn closing(&self, request_id: &str) -> Vec<u8> {
+        let status = StatusCode::from_u16(self.body.status).unwrap_or(StatusCode::BAD_REQUEST);
+        // Strings and numbers always serialise.
+        let body = serde_json::to_string(&self.body).unwrap_or_default();
+        format!(
+            "HTTP/1.1 {} {}\r\ncontent-type: application/problem+json\r\nrequest-id: {request_id}\r\n\
+             x-content-type-options: nosniff\r\ncache-control: no-store\r\nconnection: close\r\n\
+             content-length: {}\r\n\r\n{body}",
+            status.as_str(),
+            status.canonical_reason().unwrap_or_default(),
+            body.len(),
+        )
+        .into_bytes()
+    }
+}
+
 impl From<Refusal> for Problem {
     fn from(refusal: Refusal) -> Self {
         match refusal {

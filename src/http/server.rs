@@ -12,6 +12,7 @@ use tokio::sync::Semaphore;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
+use super::wire::Wire;
 use crate::config::Limits;
 
 /// Serves until told to stop; then stops accepting, and waits up to `drain` for requests under way. Returns how many
@@ -31,15 +32,15 @@ pub async fn serve(
         // Somewhat above the documented limits, so that what is a little too large gets an answer in our own shape.
         .max_buf_size(limits.max_header_bytes * 2 + limits.max_uri_bytes * 8)
         .max_headers(limits.max_headers * 2)
-        .half_close(false)
-        .pipeline_flush(true);
+        .half_close(false);
     loop {
         let stream = tokio::select! {
             accepted = accept(&listener, &places) => accepted,
             () = stop.cancelled() => break,
         };
         let Some((stream, place)) = stream else { continue };
-        let connection = http.serve_connection(TokioIo::new(stream), TowerToHyperService::new(router.clone()));
+        let wire = Wire::new(stream, connections.clone());
+        let connection = http.serve_connection(TokioIo::new(wire), TowerToHyperService::new(router.clone()));
         let watched = graceful.watch(connection);
         connections.spawn(async move {
             if let Err(error) = watched.await {

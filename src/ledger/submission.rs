@@ -11,7 +11,7 @@ use super::tenant::Tenant;
 /// Deepest nesting of a payload (a scalar is 0, `[]` is 1).
 pub const MAX_DEPTH: usize = 128;
 
-/// Longest `external_reference` and longest member of `run`, in bytes.
+/// Longest `external_reference` and longest member of `run`, in characters.
 const MAX_REFERENCE: usize = 255;
 
 /// Whether the operation is to run now.
@@ -121,13 +121,13 @@ fn run(node: &Node<'_>) -> Result<Run, Invalid> {
         match name.as_ref() {
             "engine" | "step" => drop(reference(&format!("/run/{name}"), node)?),
             "run_id" => run_id = Some(reference("/run/run_id", node)?),
-            "attempt" if node.raw().parse::<u32>().is_err() => {
+            "attempt" if is_count(node.raw()) => {}
+            "attempt" => {
                 return Err(member(
                     "/run/attempt",
-                    "\"attempt\" must be a whole number from 0 to 4294967295",
+                    "\"attempt\" must be a whole number from 0 to 2147483647",
                 ));
             }
-            "attempt" => {}
             _ => return Err(unknown("/run", name)),
         }
     }
@@ -154,10 +154,25 @@ fn string<'a>(pointer: &str, node: &'a Node<'a>) -> Result<&'a str, Invalid> {
 
 fn reference(pointer: &str, node: &Node<'_>) -> Result<String, Invalid> {
     let text = string(pointer, node)?;
-    if text.is_empty() || text.len() > MAX_REFERENCE {
-        return Err(member(pointer, "must be 1 to 255 bytes long"));
+    if !is_reference(text) {
+        return Err(member(
+            pointer,
+            "must be 1 to 255 characters, none of them a control character",
+        ));
     }
     Ok(text.to_owned())
+}
+
+/// A whole number, in whichever spelling: `2`, `2.0` and `2e0` are equal to the ledger.
+fn is_count(literal: &str) -> bool {
+    literal
+        .parse::<f64>()
+        .is_ok_and(|count| count.fract() == 0.0 && (0.0..=f64::from(i32::MAX)).contains(&count))
+}
+
+/// Whether a text can be an `external_reference` or a member of `run`.
+pub fn is_reference(text: &str) -> bool {
+    (1..=MAX_REFERENCE).contains(&text.chars().count()) && !text.chars().any(char::is_control)
 }
 
 fn member(pointer: &str, detail: &str) -> Invalid {
@@ -247,8 +262,20 @@ mod tests {
             (r#"{"kind":"k","payload":1,"run":[]}"#, "/run"),
             (r#"{"kind":"k","payload":1,"mode":"later"}"#, "/mode"),
             (r#"{"kind":"k","payload":1,"operation_id":""}"#, "/operation_id"),
+            (r#"{"kind":"k","payload":1,"run":{"attempt":2.0}}"#, "accepted"),
+            (r#"{"kind":"k","payload":1,"run":{"attempt":2.5}}"#, "/run/attempt"),
+            (r#"{"kind":"k","payload":1,"run":{"attempt":"2"}}"#, "/run/attempt"),
+            (
+                r#"{"kind":"k","payload":1,"run":{"attempt":2147483648}}"#,
+                "/run/attempt",
+            ),
+            (r#"{"kind":"k","payload":1,"run":{"step":"a\nb"}}"#, "/run/step"),
             (
                 r#"{"kind":"k","payload":1,"external_reference":""}"#,
+                "/external_reference",
+            ),
+            (
+                r#"{"kind":"k","payload":1,"external_reference":"a\u001fb"}"#,
                 "/external_reference",
             ),
             (r#"{"kind":"k","payload":{"a":1,"a":1}}"#, "/payload/a"),

@@ -10,10 +10,10 @@ use sqlx::{ConnectOptions, Connection, PgConnection, PgPool};
 use super::error::{Error, doing};
 use super::session::{Limits, Session};
 
-/// How to reach the database.
-#[derive(Debug, Clone)]
+/// How to reach the database. Has no `Debug`: an address may carry a password.
+#[derive(Clone)]
 pub struct Options {
-    /// `postgres://…`; may hold a password, so it is never printed.
+    /// `postgres://…`.
     pub url: String,
     pub max_connections: u32,
     pub acquire_timeout: Duration,

@@ -7,8 +7,13 @@
 
 mod chaos;
 mod claims;
+mod contract;
 mod crashes;
+mod edge;
 mod fingerprints;
+mod keys;
+mod layers;
+mod lookups;
 mod migrations;
 mod plans;
 mod pooler;
@@ -18,4 +23,5 @@ mod shutdown;
 mod states;
 mod submit;
 mod support;
+mod tenants;
 mod traces;

@@ -1,4 +1,5 @@
-//! A plain HTTP/1.1 client of the tests: keeps nothing, retries nothing, shows everything.
+//! A plain HTTP/1.1 client of the tests: keeps nothing, retries nothing, shows everything, and holds each answer to
+//! `openapi.yaml`.
 
 use std::net::SocketAddr;
 
@@ -9,6 +10,8 @@ use hyper_util::client::legacy::Client as Hyper;
 use hyper_util::client::legacy::connect::HttpConnector;
 use hyper_util::rt::TokioExecutor;
 use serde_json::Value;
+
+use super::contract;
 
 /// Talks to one service with one key.
 #[derive(Clone)]
@@ -166,11 +169,13 @@ impl Client {
         let response = self.hyper.request(request.body(Full::new(body)).unwrap()).await?;
         let (parts, body) = response.into_parts();
         let body = body.collect().await?.to_bytes();
-        Ok(Answer {
+        let answer = Answer {
             status: parts.status.as_u16(),
             headers: parts.headers,
             body,
-        })
+        };
+        contract::check(method, path, &answer);
+        Ok(answer)
     }
 }
 

@@ -7,12 +7,14 @@
 
 pub mod bouncer;
 pub mod client;
+pub mod contract;
 pub mod handlers;
 pub mod notes;
 pub mod process;
 pub mod proxy;
 pub mod random;
 pub mod victim;
+pub mod wire;
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;

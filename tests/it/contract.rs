@@ -1,0 +1,180 @@
+//! The router and `openapi.yaml` say the same, both ways. What answers look like is held to the file by the client of all
+//! tests (`support/contract.rs`).
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use bytes::Bytes;
+use http::HeaderMap;
+use opledger::http::health::PAGES;
+use serde_json::Value;
+
+use crate::support::Ledger;
+use crate::support::client::Answer;
+use crate::support::contract::contract;
+
+/// Every route of the sources, as the calls of `.route("…", …)` name them.
+fn routes_of_the_sources() -> BTreeSet<String> {
+    let mut routes = BTreeSet::new();
+    for file in std::fs::read_dir(concat!(env!("CARGO_MANIFEST_DIR"), "/src/http")).unwrap() {
+        let text = std::fs::read_to_string(file.unwrap().path()).unwrap();
+        let mut calls = text.split(".route(").skip(1).map(str::trim_start);
+        routes.extend(calls.by_ref().map(|call| {
+            let call = call
+                .strip_prefix('"')
+                .expect("a route is a literal, so that it can be found here");
+            call.split('"').next().unwrap().to_owned()
+        }));
+        for other in [".nest(", ".route_service(", ".nest_service("] {
+            assert!(!text.contains(other), "{other} adds routes that this test does not see");
+        }
+    }
+    routes
+}
+
+#[test]
+fn every_route_is_described_and_every_described_path_is_a_route() {
+    let described: BTreeSet<String> = contract().methods().keys().map(|path| (*path).to_owned()).collect();
+    assert_eq!(routes_of_the_sources(), described);
+}
+
+#[tokio::test]
+async fn every_path_takes_the_methods_that_are_described_and_no_other() {
+    let ledger = Ledger::start().await;
+    for (path, methods) in contract().methods() {
+        let target = path
+            .replace("{operation_id}", "x")
+            .replace("{key_id}", "x")
+            .replace("{code}", "not-found");
+        let refused = ledger
+            .agent()
+            .send("BREW", &target, &[], "")
+            .await
+            .is(405, "method-not-allowed");
+        let mut allowed: Vec<&str> = refused.header("allow").split(',').map(str::trim).collect();
+        allowed.sort_unstable();
+        assert_eq!(allowed, methods, "{path}");
+        for method in methods {
+            let answer = ledger.agent().send(method, &target, &[], "").await;
+            assert_ne!(answer.status, 405, "{method} {path}");
+        }
+    }
+}
+
+#[test]
+fn the_checks_of_answers_notice_what_is_not_described() {
+    let answer = |status: u16, headers: &[(&'static str, &str)], body: &str| {
+        let lines = [
+            ("request-id", "0195c3a8-5d3e-7c41-9f0a-3f2b6a1c9d10"),
+            ("x-content-type-options", "nosniff"),
+        ];
+        let mut map = HeaderMap::new();
+        for (name, value) in lines.iter().chain(headers) {
+            map.append(*name, value.parse().unwrap());
+        }
+        Answer {
+            status,
+            headers: map,
+            body: Bytes::copy_from_slice(body.as_bytes()),
+        }
+    };
+    let json = ("content-type", "application/json");
+    let faults = |path: &str, answer: Answer| contract().faults("GET", path, &answer);
+    assert_eq!(
+        faults("/healthz", answer(200, &[json], r#"{"status":"ok"}"#)),
+        Vec::<String>::new()
+    );
+    for (path, wrong) in [
+        ("/healthz", answer(200, &[json], r#"{"status":"fine"}"#)),
+        ("/healthz", answer(200, &[json], r#"{"status":"ok","more":1}"#)),
+        ("/healthz", answer(200, &[json], "")),
+        ("/healthz", answer(200, &[("content-type", "text/plain")], "ok")),
+        (
+            "/healthz",
+            answer(200, &[json, ("x-powered-by", "axum")], r#"{"status":"ok"}"#),
+        ),
+        ("/healthz", answer(201, &[json], r#"{"status":"ok"}"#)),
+        (
+            "/v1/operations",
+            answer(200, &[json], r#"{"operations":[],"next_cursor":null}"#),
+        ),
+        (
+            "/v1/operations",
+            answer(
+                200,
+                &[json, ("cache-control", "private")],
+                r#"{"operations":[],"next_cursor":null}"#,
+            ),
+        ),
+    ] {
+        assert!(!faults(path, wrong.clone()).is_empty(), "{path}: {wrong:?}");
+    }
+}
+
+#[test]
+fn every_problem_is_described_and_has_its_page() {
+    let api = &contract().api;
+    let described: BTreeMap<&str, &Value> = api["x-problems"]
+        .as_object()
+        .unwrap()
+        .iter()
+        .map(|(code, problem)| (code.as_str(), problem))
+        .collect();
+    let listed: BTreeSet<&str> = api["components"]["schemas"]["Code"]["enum"]
+        .as_array()
+        .unwrap()
+        .iter()
+        .map(|code| code.as_str().unwrap())
+        .collect();
+    let pages: BTreeSet<&str> = PAGES.iter().map(|(code, _)| *code).collect();
+    assert_eq!(described.keys().copied().collect::<BTreeSet<_>>(), listed);
+    assert_eq!(pages, listed);
+    for (code, page) in PAGES {
+        let title = described[code]["title"].as_str().unwrap();
+        assert!(page.contains(title), "the page of {code} lacks its title: {title}");
+    }
+    let rows = squeezed(include_str!("../../src/http/problem.rs"));
+    let receipts = include_str!("../../src/ledger/receipt.rs");
+    for (code, problem) in described {
+        let (status, retryable) = (&problem["status"], &problem["retryable"]);
+        let row = format!(
+            "(\"{code}\", {status}, {retryable}, \"{}\")",
+            problem["title"].as_str().unwrap()
+        );
+        // Approvals come later; their problem is described already, as old receipts must stay readable.
+        let in_sources = rows.contains(&squeezed(&row))
+            || receipts.contains(&format!("code: \"{code}\""))
+            || code == "operation-rejected";
+        assert!(in_sources, "{row} is not in the sources");
+    }
+}
+
+/// Without blanks, and without the comma that the formatter puts at the end of a list that it breaks.
+fn squeezed(text: &str) -> String {
+    text.split_whitespace().collect::<String>().replace(",)", ")")
+}
+
+#[tokio::test]
+async fn every_problem_leads_to_its_page() {
+    let ledger = Ledger::start().await;
+    for (code, page) in PAGES {
+        let answer = ledger
+            .agent()
+            .with_key("")
+            .get(&format!("/problems/{code}"))
+            .await
+            .succeeded();
+        assert_eq!(answer.body, page.as_bytes());
+    }
+}
+
+#[tokio::test]
+async fn the_service_describes_and_watches_itself_without_a_credential() {
+    let ledger = Ledger::start().await;
+    let anyone = ledger.agent().with_key("");
+    let described = anyone.get("/openapi.yaml").await.succeeded();
+    assert_eq!(described.body, include_str!("../../openapi.yaml").as_bytes());
+    anyone.get("/healthz").await.succeeded();
+    anyone.get("/readyz").await.succeeded();
+    let metrics = anyone.get("/metrics").await.succeeded();
+    assert!(String::from_utf8_lossy(&metrics.body).ends_with("# EOF\n"));
+}
