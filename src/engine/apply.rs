@@ -257,6 +257,7 @@ impl Registered {
             state: (work != Work::First).then_some(StateName::Running),
             fingerprint: submission.fingerprint,
             trace_parent: submission.trace_parent.as_deref().map(Into::into),
+            receipt_expires_at: None,
         };
         let mut running = apply.lock_running();
         // Members of a group that was split may have a twin here already; that one stays the one to wait for.

@@ -504,6 +504,7 @@ impl Intake {
         let Some(wait) = preference.wait else {
             return Ok(outcome);
         };
+        let first = matches!(outcome, Outcome::Accepted { repeated: false, .. });
         let until = Instant::now() + wait;
         while is_running(&outcome) && Instant::now() < until {
             tokio::time::sleep(LOOK_AGAIN.min(until - Instant::now())).await;
@@ -517,6 +518,12 @@ impl Intake {
                 },
                 outcome => outcome,
             };
+        }
+        // The delivery that began it gets the first answer, not a replay of one.
+        if let Outcome::Settled { replayed, .. } = &mut outcome
+            && first
+        {
+            *replayed = false;
         }
         Ok(outcome)
     }
@@ -578,6 +585,7 @@ fn known(submission: &Submission, state: Option<StateName>) -> Known {
         state,
         fingerprint: submission.fingerprint,
         trace_parent: submission.trace_parent.as_deref().map(Into::into),
+        receipt_expires_at: None,
     }
 }
 

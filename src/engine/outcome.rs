@@ -54,6 +54,8 @@ pub struct Known {
     pub fingerprint: Fingerprint,
     /// Trace context of the first delivery.
     pub trace_parent: Option<Arc<str>>,
+    /// Once it is settled and that was read.
+    pub receipt_expires_at: Option<OffsetDateTime>,
 }
 
 /// Why a verb gives no outcome. None of these stores anything or spends an id.
@@ -70,6 +72,11 @@ pub enum Refusal {
 }
 
 impl Outcome {
+    /// Whether this delivery made the effect.
+    pub fn is_effect(&self) -> bool {
+        matches!(self, Self::Settled { receipt, replayed: false, .. } if receipt.status < 400)
+    }
+
     /// Tells a delivery of a known operation what the rule says.
     pub fn of(operation: &Operation, fingerprint: &Fingerprint) -> Self {
         let known = Known::of(operation);
@@ -136,6 +143,7 @@ impl Known {
             state: Some(operation.state.name()),
             fingerprint: operation.fingerprint,
             trace_parent: operation.trace_parent.as_deref().map(Into::into),
+            receipt_expires_at: operation.state.settlement().map(|settlement| settlement.expires_at),
         }
     }
 }

@@ -47,7 +47,7 @@ async fn create(State(app): State<Arc<App>>, headers: HeaderMap, body: Body) -> 
         Problem::new(Code::Internal, "the key could not be made; the log says why")
     })?;
     let key = write(&app, async |session| key::create(session, &secret, &new).await).await?;
-    tracing::info!(key = key.key_id, role = key.role, "key created");
+    tracing::info!(created = key.key_id, role = key.role, "key created");
     let document = Created {
         key_id: &key.key_id,
         role: &key.role,

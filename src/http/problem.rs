@@ -11,6 +11,7 @@ use crate::engine::outcome::{Known, Refusal};
 use crate::ledger::fingerprint::Fingerprint;
 use crate::ledger::operation::StateName;
 use crate::ledger::operation_id::OperationId;
+use crate::ledger::receipt::format_time;
 
 /// What went wrong, for programs. Each has a page under `/problems/`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -89,6 +90,7 @@ pub struct Problem {
     retry_after: Option<Duration>,
     state: Option<StateName>,
     id: Option<OperationId>,
+    receipt_expires: Option<String>,
 }
 
 /// The members, in the order in which they are written.
@@ -159,6 +161,7 @@ impl Problem {
             retry_after: None,
             state: None,
             id: None,
+            receipt_expires: None,
         }
     }
 
@@ -217,6 +220,7 @@ impl Problem {
     pub fn of(mut self, known: &Known) -> Self {
         self = self.about(&known.id);
         self.body.operation_url = Some(known.id.url());
+        self.receipt_expires = known.receipt_expires_at.map(format_time);
         let state = known.state.unwrap_or(StateName::Running);
         self.body.state = Some(state.as_str());
         self.state = Some(state);
@@ -311,6 +315,9 @@ impl IntoResponse for Problem {
             headers.insert(WWW_AUTHENTICATE, HeaderValue::from_static(r#"Bearer realm="opledger""#));
         }
         super::answer::name_operation(headers, self.id.as_ref(), self.state);
+        if let Some(expires) = &self.receipt_expires {
+            super::answer::insert(headers, super::answer::RECEIPT_EXPIRES, expires);
+        }
         response
     }
 }

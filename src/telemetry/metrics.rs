@@ -171,10 +171,7 @@ impl Metrics {
     pub fn delivered(&self, outcome: Result<&Outcome, &Refusal>) {
         let outcome = match outcome {
             Ok(Outcome::Settled { replayed: true, .. }) => "replay",
-            Ok(Outcome::Settled { receipt, .. }) if receipt.status < 400 => {
-                self.effects.inc();
-                "effect"
-            }
+            Ok(Outcome::Settled { receipt, .. }) if receipt.status < 400 => "effect",
             Ok(Outcome::Settled { .. }) => "refused",
             Ok(Outcome::Accepted { .. }) => "accepted",
             Ok(Outcome::InProgress { .. }) => "in_progress",
@@ -187,6 +184,11 @@ impl Metrics {
             Err(Refusal::Internal) => "internal",
         };
         self.deliveries.get_or_create(&DeliveryLabels { outcome }).inc();
+    }
+
+    /// Counts an effect that this process committed, whether or not anybody still waits for its answer.
+    pub fn committed_effect(&self) {
+        self.effects.inc();
     }
 
     /// Counts a committed group.

@@ -37,6 +37,9 @@ pub async fn run(apply: Arc<Apply>, member: Member, registered: Registered) {
     let outcome = settle(&apply, &member).await;
     if let Ok(outcome) = &outcome {
         apply.replays.keep(member.tenant(), outcome);
+        if outcome.is_effect() {
+            apply.metrics.committed_effect();
+        }
     }
     drop(registered);
     member.answer(outcome);
@@ -343,6 +346,7 @@ fn known(submission: &Submission, state: Option<StateName>) -> Known {
         state,
         fingerprint: submission.fingerprint,
         trace_parent: submission.trace_parent.as_deref().map(Into::into),
+        receipt_expires_at: None,
     }
 }
 

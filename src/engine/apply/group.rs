@@ -302,6 +302,7 @@ impl<'a> Decided<'a> {
             state: Some(self.state),
             fingerprint: self.submission.fingerprint,
             trace_parent: self.submission.trace_parent.as_deref().map(Into::into),
+            receipt_expires_at: None,
         };
         let expires_at = self.times.expires_at;
         let serve_until = after(expires_at - self.times.settled_at);
@@ -322,6 +323,9 @@ fn finish(apply: &Arc<Apply>, group: Vec<Member>, endings: Vec<Ending>) {
         match ending {
             Ending::Answer(outcome) => {
                 apply.replays.keep(member.tenant(), &outcome);
+                if outcome.is_effect() {
+                    apply.metrics.committed_effect();
+                }
                 member.answer(Ok(outcome));
             }
             Ending::Alone => alone(apply, member),
