@@ -388,37 +388,35 @@ async fn another_kind_under_the_id_disturbs_neither_the_owner_nor_its_recovery()
 
 #[tokio::test]
 async fn a_long_call_sent_again_is_busy_or_waits_and_has_one_effect() {
-    for way in WAYS {
-        let ledger = handlers::ledger("[limits]\nduplicate_wait = \"300ms\"\n").await;
-        let kind = format!("gated{way}");
-        let second = ledger.second().await;
-        let agent = ledger.agent();
-        let first = tokio::spawn({
-            let (agent, kind) = (agent.clone(), kind.clone());
-            async move { agent.submit("long", &kind, "{}").await }
-        });
-        ledger.at_the_gate(1).await;
-        // The engine sends it again, to the same worker and to another one.
-        assert_busy(&agent.submit("long", &kind, "{}").await);
-        assert_busy(&agent.at(second.address).submit("long", &kind, "{}").await);
-        let waiting: Vec<_> = [agent.clone(), agent.at(second.address)]
-            .into_iter()
-            .map(|client| {
-                let kind = kind.clone();
-                tokio::spawn(async move { client.submit_with("long", &kind, "{}", &[("prefer", "wait=15")]).await })
-            })
-            .collect();
-        ledger.open_the_gate().await;
-        let receipt = first.await.unwrap().succeeded();
-        for waited in waiting {
-            let answer = waited.await.unwrap().succeeded();
-            assert!(answer.is_replay());
-            assert_eq!(answer.body, receipt.body);
-        }
-        // And once more from a checkpoint.
-        assert!(agent.submit("long", &kind, "{}").await.succeeded().is_replay());
-        assert_eq!(ledger.effects("long").await, 1);
+    const KIND: &str = "gated.alone";
+    let ledger = handlers::ledger("[limits]\nduplicate_wait = \"300ms\"\n").await;
+    let second = ledger.second().await;
+    let agent = ledger.agent();
+    let first = tokio::spawn({
+        let agent = agent.clone();
+        async move { agent.submit("long", KIND, "{}").await }
+    });
+    ledger.at_the_gate(1).await;
+    // The engine sends it again, to the same worker and to another one.
+    assert_busy(&agent.submit("long", KIND, "{}").await);
+    assert_busy(&agent.at(second.address).submit("long", KIND, "{}").await);
+    let waiting: Vec<_> = [agent.clone(), agent.at(second.address)]
+        .into_iter()
+        .map(|client| {
+            let patient = [("prefer", "wait=15")];
+            tokio::spawn(async move { client.submit_with("long", KIND, "{}", &patient).await })
+        })
+        .collect();
+    ledger.open_the_gate().await;
+    let receipt = first.await.unwrap().succeeded();
+    for waited in waiting {
+        let answer = waited.await.unwrap().succeeded();
+        assert!(answer.is_replay());
+        assert_eq!(answer.body, receipt.body);
     }
+    // And once more from a checkpoint.
+    assert!(agent.submit("long", KIND, "{}").await.succeeded().is_replay());
+    assert_eq!(ledger.effects("long").await, 1);
 }
 
 #[tokio::test]
