@@ -27,6 +27,8 @@ const ASK_AGAIN: Duration = Duration::from_secs(1);
 
 /// Answers with an outcome.
 pub fn answer(outcome: Result<Outcome, Refusal>, preference: Preference) -> Response {
+    // A refusal honours nothing.
+    let has_outcome = outcome.is_ok();
     let mut response = match outcome {
         Ok(Outcome::Settled { operation, receipt, expires_at, replayed, .. }) => {
             settled(&operation, &receipt, &format_time(expires_at), replayed)
@@ -66,7 +68,9 @@ pub fn answer(outcome: Result<Outcome, Refusal>, preference: Preference) -> Resp
         .into_response(),
         Err(refusal) => Problem::from(refusal).into_response(),
     };
-    note_preference(response.headers_mut(), preference);
+    if has_outcome {
+        note_preference(response.headers_mut(), preference);
+    }
     response
 }
 

@@ -43,7 +43,7 @@ async fn put(ledger: &Ledger, id: &str, state: &str, fingerprint: &str, payload:
         "insert into ledger.operations (tenant_id, operation_id, kind, target, state, fingerprint, attempt, version, \
              payload, requested_by, instance_id, due_at, created_at, settled_at, receipt_expires_at, purged_at) \
          select 'demo', $1, 'note', 'it.note', $2, $3, case when $2 in ('planned', 'waiting_approval') then 0 else 1 end, 1, \
-             case when $6 then null else $4 end, 'somebody', \
+             case when $6 then null else $4 end, '0123456789abcdef', \
              case when $2 = 'running' then (select instance_id from ledger.instances limit 1) end, \
              case when $2 = 'retry_wait' then now() + interval '1 hour' end, now() - interval '2 days', \
              case when $5 then now() - interval '2 days' end, \
@@ -76,7 +76,7 @@ async fn put(ledger: &Ledger, id: &str, state: &str, fingerprint: &str, payload:
     if age != Age::Purged {
         sqlx::query(
             "insert into ledger.history (tenant_id, operation_id, version, at, event, state, actor, attempt) \
-             values ('demo', $1, 1, now(), $2, $2, 'key:somebody', 0)",
+             values ('demo', $1, 1, now(), $2, $2, 'key:0123456789abcdef', 0)",
         )
         .bind(id)
         .bind(state)
@@ -155,7 +155,7 @@ async fn another_payload_is_refused_in_every_state_before_anything_else_is_said(
 #[tokio::test]
 async fn the_same_payload_is_told_what_the_state_says() {
     let ledger = with_every_state(r#"{"n":1}"#).await;
-    let agent = ledger.agent();
+    let agent = ledger.agent().unchecked();
     let before = ledger.rows().await;
     for (id, state, age) in every_state() {
         let expected = match (state, age) {
