@@ -160,7 +160,7 @@ fn assemble(pool: Pool, config: Config) -> Arc<App> {
         queue: file.limits.max_queued,
         alone: (spare / 2).max(1),
         group_lock: std::time::Duration::from_millis(250),
-        group_statement: std::time::Duration::from_secs(10),
+        group_statement: std::time::Duration::from_secs(2),
         duplicate_wait: file.limits.duplicate_wait,
     };
     let apply = Apply::start(

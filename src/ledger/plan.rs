@@ -192,14 +192,20 @@ pub struct Times {
     pub expires_at: OffsetDateTime,
 }
 
-/// Locks the claimed row for settling; `None` if the claim is no longer ours. Called before the handler runs, so that a
-/// process which lost its claim makes no effect.
-pub async fn hold(session: &mut Session, tenant: &Tenant, id: &OperationId, fence: Fence) -> Result<Option<()>, Error> {
+/// Locks the claimed row for settling; false if the claim is not, or no longer, ours. Called before the handler runs, so
+/// that a process which lost its claim makes no effect.
+///
+/// The row is locked by its key alone and looked at afterwards. A claim whose commit is still under way on a connection we
+/// have lost is waited for that way; a condition on the state would pass the old row by without waiting.
+pub async fn hold(session: &mut Session, tenant: &Tenant, id: &OperationId, fence: Fence) -> Result<bool, Error> {
     let held = sqlx::query_scalar!(
         r#"
-        select version from ledger.operations
-        where tenant_id = $1 and operation_id = $2 and state = 'running' and attempt = $3 and instance_id = $4::text::uuid
-        for no key update
+        with held as materialized (
+            select state, attempt, instance_id from ledger.operations
+            where tenant_id = $1 and operation_id = $2
+            for no key update
+        )
+        select state = 'running' and attempt = $3 and instance_id = $4::text::uuid from held
         "#,
         tenant.as_str(),
         id.as_str(),
@@ -209,7 +215,7 @@ pub async fn hold(session: &mut Session, tenant: &Tenant, id: &OperationId, fenc
     .fetch_optional(&mut *session)
     .await
     .map_err(doing("hold the claimed operation"))?;
-    Ok(held.map(|_| ()))
+    Ok(held.flatten().unwrap_or(false))
 }
 
 /// Settles a held operation; receipt and history row follow by `settlement::store_all` in the same transaction.

@@ -220,7 +220,7 @@ async fn begin(apply: &Apply, session: &mut Session, submission: &Submission, wo
             };
             plan::hold(session, &submission.tenant, &submission.id, fence)
                 .await?
-                .map(|()| attempt)
+                .then_some(attempt)
         }
     };
     if let Some(attempt) = ours {
