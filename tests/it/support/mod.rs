@@ -17,7 +17,7 @@ pub mod victim;
 pub mod wire;
 
 use std::collections::BTreeMap;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
@@ -255,16 +255,6 @@ impl Ledger {
             .unwrap()
     }
 
-    /// Refunds made on an order.
-    pub async fn refunds(&self, order: &str) -> i64 {
-        sqlx::query_scalar("select refunds::bigint from shop.orders where tenant_id = $1 and order_id = $2")
-            .bind(TENANT)
-            .bind(order)
-            .fetch_one(&self.sql)
-            .await
-            .unwrap()
-    }
-
     /// One number, for questions to the tables.
     pub async fn count(&self, sql: &'static str) -> i64 {
         sqlx::query_scalar(sql).fetch_one(&self.sql).await.unwrap()
@@ -380,10 +370,10 @@ pub fn write_config(lines: &str) -> (tempfile::TempDir, PathBuf) {
 }
 
 /// Starts a service in this process.
-pub async fn serve(config_path: &PathBuf, database_url: &str) -> Running {
+pub async fn serve(config_path: &Path, database_url: &str) -> Running {
     let start = app::Start {
         config: config::load(config_path).unwrap_or_else(|error| panic!("{error}")),
-        config_path: Some(config_path.clone()),
+        config_path: Some(config_path.to_owned()),
         database_url: database_url.to_owned(),
         listen: "127.0.0.1:0".parse().unwrap(),
         allow_unsafe_durability: false,
