@@ -6,6 +6,7 @@
 
 use std::time::Duration;
 
+use moka::policy::EvictionPolicy;
 use moka::sync::Cache;
 use tokio::time::Instant;
 
@@ -27,6 +28,9 @@ impl Replays {
     pub fn new(bytes: u64) -> Self {
         let cache = Cache::builder()
             .max_capacity(bytes)
+            // The latest are the ones that are sent again. By its own policy the cache would rather keep what was asked
+            // for often, and refuse what is new.
+            .eviction_policy(EvictionPolicy::lru())
             .weigher(|_, outcome| u32::try_from(OVERHEAD + size(outcome)).unwrap_or(u32::MAX))
             .time_to_live(LONGEST)
             .build();
