@@ -44,7 +44,7 @@ fn sources() -> Vec<Source> {
                 folders.push(path);
             } else if path.extension().is_some_and(|extension| extension == "rs") {
                 let text = std::fs::read_to_string(&path).unwrap();
-                let text = text.split("#[cfg(test)]\nmod tests {").next().unwrap_or_default();
+                let text = without_tests(&text);
                 let code: Vec<&str> = text
                     .lines()
                     .filter(|line| !line.trim_start().starts_with("//"))
@@ -58,6 +58,17 @@ fn sources() -> Vec<Source> {
     }
     assert!(sources.len() > 40);
     sources
+}
+
+/// Without the module of tests; what stands behind it is code again.
+fn without_tests(text: &str) -> String {
+    match text.split_once("#[cfg(test)]\nmod tests {") {
+        Some((code, tests)) => {
+            let behind = tests.split_once("\n}\n").map_or("", |(_, behind)| behind);
+            format!("{code}{behind}")
+        }
+        None => text.to_owned(),
+    }
 }
 
 /// The files that break a rule.
