@@ -178,7 +178,7 @@ impl Default for Limits {
             max_queued: 10_000,
             duplicate_wait: Duration::from_secs(5),
             drain: Duration::from_secs(30),
-            replay_cache_bytes: 32 << 20,
+            replay_cache_bytes: 20 << 20,
         }
     }
 }

@@ -19,7 +19,7 @@ use crate::ledger::tenant::Tenant;
 const LONGEST: Duration = Duration::from_secs(60);
 
 /// What an entry costs beside its receipt's bytes.
-const OVERHEAD: usize = 600;
+const OVERHEAD: usize = 900;
 
 pub struct Replays(Cache<(Tenant, OperationId), Outcome>);
 

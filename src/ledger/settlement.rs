@@ -58,6 +58,8 @@ impl Applied {
         let business = raised.sqlstate == "P0001" || ["OL", "22", "23"].contains(&class);
         match trouble(&raised.sqlstate) {
             _ if business => Self::Refused(raised),
+            // Passing for a statement of ours; a handler that raises one of them has brought it about itself.
+            _ if ["25006", "25P03", "26000"].contains(&&*raised.sqlstate) => Self::Broken(raised),
             Trouble::Passing | Trouble::LockTimeout => Self::Passing(raised),
             Trouble::Lasting => Self::Broken(raised),
         }
@@ -231,7 +233,7 @@ mod tests {
             assert!(matches!(raised(code), Applied::Passing(_)), "{code}");
         }
         for code in [
-            "42883", "42501", "P0002", "P0004", "0A000", "XX000", "2F005", "25P02", "",
+            "42883", "42501", "P0002", "P0004", "0A000", "XX000", "2F005", "25P02", "25006", "26000", "",
         ] {
             assert!(matches!(raised(code), Applied::Broken(_)), "{code}");
         }

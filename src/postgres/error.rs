@@ -63,7 +63,8 @@ pub fn trouble(sqlstate: &str) -> Trouble {
         code if ["53", "57", "08"].contains(&code.get(..2).unwrap_or_default()) => Trouble::Passing,
         // read_only_sql_transaction: a standby that is about to take over, or one reached by mistake.
         // idle_in_transaction_session_timeout: this process was frozen or cut off for too long.
-        "25006" | "25P03" => Trouble::Passing,
+        // invalid_sql_statement_name: somebody took this connection's prepared statements away; another one has them.
+        "25006" | "25P03" | "26000" => Trouble::Passing,
         _ => Trouble::Lasting,
     }
 }

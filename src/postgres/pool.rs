@@ -155,22 +155,21 @@ impl Pool {
     /// A pooler in transaction mode may give the next transaction another server. We make it do so: while a second
     /// connection holds the server that the first one prepared on, the first runs its statement again.
     pub async fn keeps_named_statements(&self) -> Result<bool, Error> {
-        const PROBE: &str = "select 1 as opledger_named_statement_probe";
         let mut first = self.pool.acquire().await.map_err(doing("get a database connection"))?;
         let mut second = self.pool.acquire().await.map_err(doing("get a database connection"))?;
+        // Different on each connection of each process: a statement that somebody else has left under the same name on a
+        // server answers with another number.
+        let (one, other) = (random(), random());
         for _ in 0..2 {
-            if sqlx::query(PROBE).execute(&mut *first).await.is_err() {
-                first.close_on_drop();
-                return Ok(false);
-            }
+            let prepared = answers(&mut first, one).await;
             sqlx::raw_sql("begin")
                 .execute(&mut *second)
                 .await
                 .map_err(doing("begin a transaction"))?;
-            let again = sqlx::query(PROBE).execute(&mut *first).await;
-            let held = sqlx::query(PROBE).execute(&mut *second).await;
+            let again = answers(&mut first, one).await;
+            let held = answers(&mut second, other).await;
             let _ = sqlx::raw_sql("rollback").execute(&mut *second).await;
-            if again.is_err() || held.is_err() {
+            if !(prepared && again && held) {
                 first.close_on_drop();
                 second.close_on_drop();
                 return Ok(false);
@@ -178,6 +177,17 @@ impl Pool {
         }
         Ok(true)
     }
+}
+
+/// Whether a statement prepared under a name answers with its own number.
+async fn answers(connection: &mut PgConnection, number: i32) -> bool {
+    let probe = sqlx::AssertSqlSafe(format!("select {number}::int4 as opledger_named_statement_probe"));
+    let answer: Result<i32, _> = sqlx::query_scalar(probe).fetch_one(connection).await;
+    answer.is_ok_and(|answer| answer == number)
+}
+
+fn random() -> i32 {
+    getrandom::u32().map_or(1, |number| (number >> 1).cast_signed())
 }
 
 fn connect_options(options: &Options) -> Result<PgConnectOptions, OpenError> {

@@ -9,7 +9,7 @@
 use std::time::Duration;
 
 use sqlx::pool::PoolConnection;
-use sqlx::{PgConnection, Postgres};
+use sqlx::{Connection, PgConnection, Postgres, Row};
 
 use super::error::{Error, doing};
 
@@ -103,6 +103,26 @@ impl Session {
         self.end("commit", "commit the transaction").await
     }
 
+    /// Commits what handlers have been part of, in the same one round trip.
+    ///
+    /// Handlers are other people's code: what one sets for its session must reach neither this commit nor the next
+    /// transaction on this connection. `synchronous_commit` goes back to the connection's own before the commit, or a
+    /// handler could make receipts losable; everything else a session can keep goes after it.
+    pub async fn commit_after_handlers(&mut self) -> Result<(), Error> {
+        self.end_after_handlers("reset synchronous_commit; commit", "commit the transaction")
+            .await
+    }
+
+    /// Rolls back what a handler has been part of; what it may have kept for its session goes too.
+    pub async fn rollback_after_handlers(&mut self) -> Result<(), Error> {
+        self.end_after_handlers("rollback", "roll the transaction back").await
+    }
+
+    /// Has the connection closed instead of being handed on.
+    pub fn close_on_drop(&mut self) {
+        self.connection.close_on_drop();
+    }
+
     /// Ends what `Pool::reader` may have begun; call it after the last statement.
     pub async fn finish(mut self) -> Result<(), Error> {
         if self.in_transaction {
@@ -132,6 +152,24 @@ impl Session {
             .execute(&mut *self)
             .await
             .map_err(doing("roll back to the savepoint"))?;
+        Ok(())
+    }
+
+    async fn end_after_handlers(&mut self, statement: &'static str, intent: &'static str) -> Result<(), Error> {
+        let all = format!(
+            "{statement}; reset all; reset role; unlisten *; discard temp; \
+             select pg_advisory_unlock_all()::text, (select count(*)::text from pg_prepared_statements)"
+        );
+        let rows = sqlx::raw_sql(sqlx::AssertSqlSafe(all))
+            .fetch_all(&mut *self)
+            .await
+            .map_err(doing(intent))?;
+        self.in_transaction = false;
+        // A handler may have deallocated what this connection believes to be prepared.
+        let kept: Option<usize> = rows.last().and_then(|row| row.get::<String, _>(1).parse().ok());
+        if self.named_statements && kept.is_none_or(|kept| kept < self.connection.cached_statements_size()) {
+            self.close_on_drop();
+        }
         Ok(())
     }
 

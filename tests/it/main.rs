@@ -19,6 +19,7 @@ mod plans;
 mod pooler;
 mod retention;
 mod schema;
+mod sessions;
 mod shutdown;
 mod states;
 mod submit;

@@ -152,11 +152,13 @@ async fn attempt(apply: &Apply, member: &Member) -> Result<Tried, Error> {
         Applied::Returned(result) => (StateName::Succeeded, Written::Succeeded(result), None),
         Applied::Refused(raised) => (StateName::Failed, Written::Failed(raised.clone()), Some(raised)),
         Applied::Passing(raised) => {
-            session.rollback().await?;
+            session.rollback_after_handlers().await?;
             return Ok(Tried::Passing(raised));
         }
         Applied::Broken(raised) => {
+            // Nobody knows what else it did to the connection.
             session.rollback().await?;
+            session.close_on_drop();
             return Ok(Tried::Broken(raised));
         }
     };
@@ -181,7 +183,7 @@ async fn attempt(apply: &Apply, member: &Member) -> Result<Tried, Error> {
         raised: raised.as_ref(),
     };
     settlement::store_all(&mut session, &submission.tenant, &[settled]).await?;
-    session.commit().await?;
+    session.commit_after_handlers().await?;
     Ok(Tried::Answer(Outcome::Settled {
         operation: known(submission, Some(state)),
         receipt,

@@ -104,7 +104,7 @@ async fn commit(
     let committing = Instant::now();
     // Everything this group locks, it has: the next one of this tenant can wait for nothing but this commit.
     drop(turn);
-    session.commit().await?;
+    session.commit_after_handlers().await?;
     apply.metrics.group(group.len(), committing.elapsed(), began.elapsed());
     *kept = Some(session);
     Ok(endings.into_iter().map(|ending| ending.since(began)).collect())
