@@ -199,9 +199,11 @@ fn next_message(unread: &mut BytesMut, started: &mut bool) -> Option<BytesMut> {
     Some(unread.split_to(whole))
 }
 
+/// Whether a simple query commits; what surrounds the `commit` in the same message makes no difference.
 fn is_commit(message: &[u8]) -> bool {
     message.first() == Some(&b'Q')
-        && message
-            .get(5..)
-            .is_some_and(|text| text.eq_ignore_ascii_case(b"commit\0"))
+        && message.get(5..).is_some_and(|text| {
+            text.split(|byte| *byte == b';' || *byte == 0)
+                .any(|statement| statement.trim_ascii().eq_ignore_ascii_case(b"commit"))
+        })
 }
