@@ -58,7 +58,7 @@ pub enum Work {
     /// Claim it, and run it if the claim is won.
     First,
     /// Run it: it is stored, and this process has claimed this attempt of it.
-    Claimed { attempt: i32, version: i32 },
+    Claimed { attempt: i32 },
 }
 
 type Reply = oneshot::Sender<Result<Outcome, Refusal>>;
@@ -251,14 +251,7 @@ impl Registered {
     fn new(apply: &Arc<Apply>, submission: &Submission, work: Work) -> Self {
         let key = (submission.tenant.clone(), submission.id.clone());
         let (finished, receiver) = watch::channel(());
-        let known = Known {
-            id: submission.id.clone(),
-            kind: submission.kind.name.clone(),
-            state: (work != Work::First).then_some(StateName::Running),
-            fingerprint: submission.fingerprint,
-            trace_parent: submission.trace_parent.as_deref().map(Into::into),
-            receipt_expires_at: None,
-        };
+        let known = Known::submitted(submission, (work != Work::First).then_some(StateName::Running));
         let mut running = apply.lock_running();
         // Members of a group that was split may have a twin here already; that one stays the one to wait for.
         let vacant = !running.contains_key(&key);

@@ -231,7 +231,7 @@ impl Intake {
             Told::Known(outcome) => Ok(outcome),
             Told::Stored(committed) => committed
                 .map(|()| Outcome::Accepted {
-                    operation: known(&submission, Some(state)),
+                    operation: Known::submitted(&submission, Some(state)),
                     repeated: false,
                 })
                 .map_err(|error| refusal(&error)),
@@ -254,9 +254,9 @@ impl Intake {
             }),
             Told::Known(outcome) => Ok(outcome),
             Told::Stored(committed) => {
-                let operation = known(&submission, Some(StateName::Running));
+                let operation = Known::submitted(&submission, Some(StateName::Running));
                 // Even if the commit's answer was lost: the row may be there, and names this process as its claimer.
-                self.spawn(submission, Work::Claimed { attempt: 1, version: 1 });
+                self.spawn(submission, Work::Claimed { attempt: 1 });
                 committed
                     .map(|()| Outcome::Accepted {
                         operation,
@@ -282,7 +282,7 @@ impl Intake {
             // nothing is promised.
             Err(error) if error.trouble() == Trouble::LockTimeout => {
                 return Ok(Told::Known(Outcome::InProgress {
-                    operation: known(submission, None),
+                    operation: Known::submitted(submission, None),
                 }));
             }
             Err(error) => return Err(refusal(&error)),
@@ -328,7 +328,6 @@ impl Intake {
         }
         let work = Work::Claimed {
             attempt: stored.attempt,
-            version: stored.version,
         };
         match self.submission(&stored) {
             Some(submission) => self.apply.run(Arc::new(submission), work).await,
@@ -359,7 +358,6 @@ impl Intake {
     fn run_in_background(self: &Arc<Self>, stored: Stored) {
         let work = Work::Claimed {
             attempt: stored.attempt,
-            version: stored.version,
         };
         match self.submission(&stored) {
             Some(submission) => self.spawn(Arc::new(submission), work),
@@ -575,17 +573,6 @@ fn is_running(outcome: &Outcome) -> bool {
         | Outcome::Mismatch { .. }
         | Outcome::Expired { .. }
         | Outcome::HandlerBroken { .. } => false,
-    }
-}
-
-fn known(submission: &Submission, state: Option<StateName>) -> Known {
-    Known {
-        id: submission.id.clone(),
-        kind: submission.kind.name.clone(),
-        state,
-        fingerprint: submission.fingerprint,
-        trace_parent: submission.trace_parent.as_deref().map(Into::into),
-        receipt_expires_at: None,
     }
 }
 

@@ -10,6 +10,7 @@ use crate::ledger::fingerprint::Fingerprint;
 use crate::ledger::operation::{Operation, StateName, Verdict};
 use crate::ledger::operation_id::OperationId;
 use crate::ledger::receipt::{Raised, Receipt};
+use crate::ledger::submission::Submission;
 
 /// What a caller is told about an operation.
 #[derive(Debug, Clone)]
@@ -136,6 +137,18 @@ pub fn after(left: time::Duration) -> Instant {
 }
 
 impl Known {
+    /// What a submission says of its operation before anything of it has been read back.
+    pub fn submitted(submission: &Submission, state: Option<StateName>) -> Self {
+        Self {
+            id: submission.id.clone(),
+            kind: submission.kind.name.clone(),
+            state,
+            fingerprint: submission.fingerprint,
+            trace_parent: submission.trace_parent.as_deref().map(Into::into),
+            receipt_expires_at: None,
+        }
+    }
+
     pub fn of(operation: &Operation) -> Self {
         Self {
             id: operation.id.clone(),

@@ -201,7 +201,7 @@ impl Metrics {
     }
 
     /// Counts a group that had to be split.
-    pub fn split(&self, _members: usize) {
+    pub fn split(&self) {
         self.splits.inc();
     }
 

@@ -66,7 +66,7 @@ async fn settle(apply: &Apply, member: &Member) -> Result<Outcome, Refusal> {
                 Fate::Passing => error.to_string(),
                 Fate::Twin => {
                     return Ok(Outcome::InProgress {
-                        operation: known(&member.submission, None),
+                        operation: Known::submitted(&member.submission, None),
                     });
                 }
                 Fate::Lasting => return give_up(apply, member, "internal error", Refusal::Internal).await,
@@ -185,7 +185,7 @@ async fn attempt(apply: &Apply, member: &Member) -> Result<Tried, Error> {
     settlement::store_all(&mut session, &submission.tenant, &[settled]).await?;
     session.commit_after_handlers().await?;
     Ok(Tried::Answer(Outcome::Settled {
-        operation: known(submission, Some(state)),
+        operation: Known::submitted(submission, Some(state)),
         receipt,
         expires_at: times.expires_at,
         serve_until: after(times.expires_at - times.settled_at),
@@ -215,7 +215,7 @@ async fn begin(apply: &Apply, session: &mut Session, submission: &Submission, wo
                 })?;
             stored.then_some(1)
         }
-        Work::Claimed { attempt, .. } => {
+        Work::Claimed { attempt } => {
             let fence = Fence {
                 attempt,
                 instance: apply.instance,
@@ -300,7 +300,7 @@ async fn give_up(apply: &Apply, member: &Member, reason: &str, refusal: Refusal)
 /// Puts a stored operation back to wait. The row names this living process as its claimer, so nobody else would: this
 /// goes on until it is written, or the process stops and its claims lapse.
 async fn put_back(apply: &Apply, member: &Member, delay: Duration, reason: &str, evidence: Option<&str>) {
-    let Work::Claimed { attempt, .. } = member.work else {
+    let Work::Claimed { attempt } = member.work else {
         return;
     };
     let (tenant, id) = (member.tenant(), member.id());
@@ -339,17 +339,6 @@ async fn wait(
     let mut session = apply.pool.transaction(limits).await?;
     plan::wait(&mut session, tenant, id, fence, delay, reason, evidence).await?;
     session.commit().await
-}
-
-fn known(submission: &Submission, state: Option<StateName>) -> Known {
-    Known {
-        id: submission.id.clone(),
-        kind: submission.kind.name.clone(),
-        state,
-        fingerprint: submission.fingerprint,
-        trace_parent: submission.trace_parent.as_deref().map(Into::into),
-        receipt_expires_at: None,
-    }
 }
 
 fn random() -> u64 {

@@ -296,14 +296,7 @@ impl<'a> Decided<'a> {
     }
 
     fn outcome(self) -> (String, Outcome) {
-        let operation = Known {
-            id: self.submission.id.clone(),
-            kind: self.submission.kind.name.clone(),
-            state: Some(self.state),
-            fingerprint: self.submission.fingerprint,
-            trace_parent: self.submission.trace_parent.as_deref().map(Into::into),
-            receipt_expires_at: None,
-        };
+        let operation = Known::submitted(self.submission, Some(self.state));
         let expires_at = self.times.expires_at;
         let serve_until = after(expires_at - self.times.settled_at);
         let outcome = Outcome::Settled {
@@ -334,7 +327,7 @@ fn finish(apply: &Arc<Apply>, group: Vec<Member>, endings: Vec<Ending>) {
 }
 
 fn split(apply: &Arc<Apply>, group: Vec<Member>) {
-    apply.metrics.split(group.len());
+    apply.metrics.split();
     for member in group {
         alone(apply, member);
     }
