@@ -9,5 +9,6 @@ pub mod config;
 pub mod engine;
 pub mod http;
 pub mod ledger;
+pub mod outbound;
 pub mod postgres;
 pub mod telemetry;
