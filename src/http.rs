@@ -6,6 +6,7 @@ pub mod health;
 pub mod keys;
 pub mod operations;
 pub mod problem;
+pub mod proxy;
 pub mod query;
 pub mod server;
 pub mod wire;
@@ -28,6 +29,7 @@ use crate::config;
 use crate::engine::accounts::Accounts;
 use crate::engine::deliveries::Deliveries;
 use crate::engine::intake::Intake;
+use crate::engine::perform::Perform;
 use crate::engine::recovery::{self, Heartbeat};
 use crate::postgres::pool::Pool;
 use crate::telemetry::metrics::Metrics;
@@ -43,6 +45,7 @@ const NO_SNIFFING: (HeaderName, HeaderValue) = (
 /// What request handlers share.
 pub struct App {
     pub intake: Arc<Intake>,
+    pub perform: Arc<Perform>,
     pub accounts: Accounts,
     pub deliveries: Arc<Deliveries>,
     pub pool: Pool,
@@ -66,6 +69,7 @@ pub fn router(app: Arc<App>) -> Router {
     Router::new()
         .merge(operations::routes())
         .merge(keys::routes())
+        .merge(proxy::routes())
         .merge(health::routes())
         .fallback(async || Problem::not_found())
         .method_not_allowed_fallback(async || Problem::method_not_allowed())
@@ -152,4 +156,9 @@ fn panicked(panic: Box<dyn Any + Send>) -> Response {
         "the ledger failed and has logged why under this answer's Request-Id",
     )
     .into_response()
+}
+
+/// Lower-case hexadecimal digits.
+fn hex(bytes: &[u8]) -> String {
+    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
 }

@@ -4,5 +4,6 @@
 //! of its business.
 
 pub mod downstream;
+pub mod retry_after;
 pub mod send;
 pub mod template;

@@ -21,7 +21,7 @@ use tokio_util::task::TaskTracker;
 use uuid::Uuid;
 
 use super::outcome::{Known, Outcome, Refusal};
-use super::queue::{Full, Queue};
+use super::queue::{Full, Queue, Queued};
 use super::replays::Replays;
 use crate::ledger::operation::StateName;
 use crate::ledger::operation_id::OperationId;
@@ -72,10 +72,6 @@ pub struct Member {
 }
 
 impl Member {
-    pub fn tenant(&self) -> &Tenant {
-        &self.submission.tenant
-    }
-
     pub fn id(&self) -> &OperationId {
         &self.submission.id
     }
@@ -86,10 +82,16 @@ impl Member {
     }
 }
 
+impl Queued for Member {
+    fn tenant(&self) -> &Tenant {
+        &self.submission.tenant
+    }
+}
+
 /// The workers' shared state.
 pub struct Apply {
     pool: Pool,
-    queue: Queue,
+    queue: Queue<Member>,
     settings: Settings,
     instance: Uuid,
     /// `instance:<uuid>`, as history names this process.

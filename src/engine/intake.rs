@@ -527,7 +527,7 @@ impl Intake {
     }
 
     /// Counts the delivery in metrics, and on the operation if it was known before.
-    fn count(&self, tenant: &Tenant, outcome: &Outcome) {
+    pub fn count(&self, tenant: &Tenant, outcome: &Outcome) {
         let again = match outcome {
             Outcome::Settled {
                 operation,
@@ -540,7 +540,8 @@ impl Intake {
             }
             | Outcome::InProgress { operation }
             | Outcome::Unknown { operation }
-            | Outcome::Expired { operation, .. } => Some(operation),
+            | Outcome::Expired { operation, .. }
+            | Outcome::NotStored { operation, .. } => Some(operation),
             // A mismatch leaves nothing behind, not even a count.
             Outcome::Settled { .. }
             | Outcome::Accepted { .. }
@@ -572,6 +573,7 @@ fn is_running(outcome: &Outcome) -> bool {
         | Outcome::Unknown { .. }
         | Outcome::Mismatch { .. }
         | Outcome::Expired { .. }
+        | Outcome::NotStored { .. }
         | Outcome::HandlerBroken { .. } => false,
     }
 }

@@ -7,6 +7,7 @@ pub mod apply;
 pub mod deliveries;
 pub mod intake;
 pub mod outcome;
+pub mod perform;
 pub mod queue;
 pub mod recovery;
 pub mod replays;

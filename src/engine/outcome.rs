@@ -7,6 +7,7 @@ use time::OffsetDateTime;
 use tokio::time::Instant;
 
 use crate::ledger::fingerprint::Fingerprint;
+use crate::ledger::forward::Forward;
 use crate::ledger::operation::{Operation, StateName, Verdict};
 use crate::ledger::operation_id::OperationId;
 use crate::ledger::receipt::{Raised, Receipt};
@@ -41,6 +42,8 @@ pub enum Outcome {
         settled_at: OffsetDateTime,
         expires_at: OffsetDateTime,
     },
+    /// It is settled, and its answer was too large to store.
+    NotStored { operation: Known, receipt: Arc<Receipt> },
     /// The handler raised what no handler may raise; nothing was stored.
     HandlerBroken { id: OperationId, raised: Raised },
 }
@@ -59,13 +62,22 @@ pub struct Known {
     pub receipt_expires_at: Option<OffsetDateTime>,
 }
 
-/// Why a verb gives no outcome. None of these stores anything or spends an id.
+/// Why a verb gives no outcome. None of these stores anything or spends an id, but for `Unrecorded`.
 #[derive(Debug, Clone, thiserror::Error)]
 pub enum Refusal {
     #[error("too many operations are queued")]
     Busy { retry_after: Duration },
     #[error("the ledger's database is not available")]
     Unavailable,
+    /// Nothing was sent and nothing is stored.
+    #[error("the downstream {downstream} was not reached: {cause}")]
+    Unreachable { downstream: Arc<str>, cause: String },
+    /// A request that is no operation was sent, and no answer came.
+    #[error("the downstream {downstream} did not answer: {cause}")]
+    NoAnswer { downstream: Arc<str>, cause: String },
+    /// The downstream has answered, and the answer could not be stored yet.
+    #[error("the answer for operation {} is not stored yet", operation.id)]
+    Unrecorded { operation: Box<Known> },
     #[error("this process is stopping")]
     Stopping,
     #[error("the ledger failed in a way that trying again may not mend")]
@@ -105,6 +117,10 @@ impl Outcome {
                 // A replay comes from a settlement, by `on_request`.
                 None => Self::InProgress { operation: known },
             },
+            Verdict::NotStored(receipt) => Self::NotStored {
+                operation: known,
+                receipt,
+            },
             Verdict::Expired => match operation.state.settlement() {
                 Some(settlement) => Self::Expired {
                     operation: known,
@@ -118,6 +134,21 @@ impl Outcome {
 }
 
 impl Outcome {
+    /// Whether it may change without anybody's doing.
+    pub fn may_settle_soon(&self) -> bool {
+        match self {
+            Self::InProgress { .. } | Self::Unknown { .. } => true,
+            Self::Accepted { operation, .. } => {
+                matches!(operation.state, None | Some(StateName::Running | StateName::RetryWait))
+            }
+            Self::Settled { .. }
+            | Self::Mismatch { .. }
+            | Self::Expired { .. }
+            | Self::NotStored { .. }
+            | Self::HandlerBroken { .. } => false,
+        }
+    }
+
     /// Counts what is left of the receipt's time from the moment at which the database was asked, not from its answer:
     /// a handler, a commit or a slow network in between must not prolong it.
     pub fn since(mut self, asked: Instant) -> Self {
@@ -145,6 +176,18 @@ impl Known {
             state,
             fingerprint: submission.fingerprint,
             trace_parent: submission.trace_parent.as_deref().map(Into::into),
+            receipt_expires_at: None,
+        }
+    }
+
+    /// The same of an operation that a downstream performs.
+    pub fn forwarded(forward: &Forward, state: Option<StateName>) -> Self {
+        Self {
+            id: forward.id.clone(),
+            kind: forward.kind.clone(),
+            state,
+            fingerprint: forward.fingerprint,
+            trace_parent: forward.trace_parent.as_deref().map(Into::into),
             receipt_expires_at: None,
         }
     }

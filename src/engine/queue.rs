@@ -15,21 +15,24 @@ use std::time::Duration;
 use tokio::sync::Notify;
 use tokio::time::Instant;
 
-use super::apply::Member;
 use crate::ledger::tenant::Tenant;
 
 /// How long a group may keep the next one of its tenant waiting.
 const LONGEST_TURN: Duration = Duration::from_millis(100);
 
+/// What may wait here.
+pub trait Queued {
+    fn tenant(&self) -> &Tenant;
+}
+
 /// A bounded queue that gives out groups of one tenant each.
-pub struct Queue {
-    waiting: Mutex<Waiting>,
+pub struct Queue<Member> {
+    waiting: Mutex<Waiting<Member>>,
     arrived: Notify,
     capacity: usize,
 }
 
-#[derive(Default)]
-struct Waiting {
+struct Waiting<Member> {
     members: HashMap<Tenant, VecDeque<Member>>,
     /// Tenants with members, in the order of their turns.
     turns: VecDeque<Tenant>,
@@ -41,22 +44,22 @@ struct Waiting {
 }
 
 /// The queue takes no more; the member comes back.
-pub enum Full {
+pub enum Full<Member> {
     Capacity(Box<Member>),
     Closed(Box<Member>),
 }
 
-impl Queue {
+impl<Member: Queued> Queue<Member> {
     pub fn new(capacity: usize) -> Self {
         Self {
-            waiting: Mutex::default(),
+            waiting: Mutex::new(Waiting::empty()),
             arrived: Notify::new(),
             capacity,
         }
     }
 
     /// Adds a new delivery at its tenant's end.
-    pub fn push(&self, member: Member) -> Result<(), Full> {
+    pub fn push(&self, member: Member) -> Result<(), Full<Member>> {
         let mut waiting = self.lock();
         if waiting.closed {
             return Err(Full::Closed(Box::new(member)));
@@ -85,7 +88,7 @@ impl Queue {
 
     /// Waits for work and takes up to `most` members of the tenant whose turn it is: whatever is there, at once.
     /// `None` once the queue is closed and empty.
-    pub async fn take(&self, most: usize) -> Option<(Vec<Member>, Turn<'_>)> {
+    pub async fn take(&self, most: usize) -> Option<(Vec<Member>, Turn<'_, Member>)> {
         loop {
             let arrived = self.arrived.notified();
             let until = {
@@ -132,20 +135,20 @@ impl Queue {
         self.len() == 0
     }
 
-    fn lock(&self) -> MutexGuard<'_, Waiting> {
+    fn lock(&self) -> MutexGuard<'_, Waiting<Member>> {
         // No code below panics while it holds the lock half changed.
         self.waiting.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
 /// A tenant's turn; dropping it passes it on.
-pub struct Turn<'a> {
-    queue: &'a Queue,
+pub struct Turn<'a, Member: Queued> {
+    queue: &'a Queue<Member>,
     tenant: Tenant,
     number: u64,
 }
 
-impl Drop for Turn<'_> {
+impl<Member: Queued> Drop for Turn<'_, Member> {
     fn drop(&mut self) {
         let mut waiting = self.queue.lock();
         // If it took too long, the turn is somebody else's by now.
@@ -164,7 +167,18 @@ impl Drop for Turn<'_> {
     }
 }
 
-impl Waiting {
+impl<Member: Queued> Waiting<Member> {
+    fn empty() -> Self {
+        Self {
+            members: HashMap::new(),
+            turns: VecDeque::new(),
+            held: HashMap::new(),
+            taken: 0,
+            length: 0,
+            closed: false,
+        }
+    }
+
     fn insert(&mut self, member: Member, place: impl FnOnce(&mut VecDeque<Member>, Member)) {
         let tenant = member.tenant().clone();
         let members = self.members.entry(tenant.clone()).or_default();
@@ -203,9 +217,9 @@ impl Waiting {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::engine::apply::test_member;
+    use crate::engine::apply::{Member, test_member};
 
-    fn ids(group: Option<(Vec<Member>, Turn<'_>)>) -> Vec<String> {
+    fn ids(group: Option<(Vec<Member>, Turn<'_, Member>)>) -> Vec<String> {
         group
             .map(|(members, _)| members)
             .unwrap_or_default()

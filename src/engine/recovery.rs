@@ -8,9 +8,10 @@ use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
 use super::intake::Intake;
+use super::perform::Perform;
 use crate::ledger::operation::StateName;
 use crate::ledger::operation_id::OperationId;
-use crate::ledger::plan::{self, Seen};
+use crate::ledger::plan::{self, Abandoned, Seen};
 use crate::ledger::tenant::Tenant;
 use crate::ledger::{instance, retention, tenant};
 use crate::postgres::error::Error;
@@ -102,13 +103,13 @@ impl Heartbeat {
 }
 
 /// Sweeps until told to stop.
-pub async fn keep_sweeping(intake: Arc<Intake>, settings: Settings, stop: CancellationToken) {
+pub async fn keep_sweeping(intake: Arc<Intake>, perform: Arc<Perform>, settings: Settings, stop: CancellationToken) {
     loop {
         tokio::select! {
             () = tokio::time::sleep(settings.sweep) => {}
             () = stop.cancelled() => return,
         }
-        match sweep(&intake, settings.lease).await {
+        match sweep(&intake, &perform, settings.lease).await {
             Ok(0) => {}
             Ok(taken) => {
                 intake.metrics.recovered(taken);
@@ -119,15 +120,24 @@ pub async fn keep_sweeping(intake: Arc<Intake>, settings: Settings, stop: Cancel
     }
 }
 
-/// Takes over operations that nobody runs: claims of lapsed instances and attempts that are due. Returns how many.
-pub async fn sweep(intake: &Arc<Intake>, lease: Duration) -> Result<u64, Error> {
+/// Takes over operations that nobody runs: claims of lapsed instances, and what is due. Returns how many.
+pub async fn sweep(intake: &Arc<Intake>, perform: &Arc<Perform>, lease: Duration) -> Result<u64, Error> {
     let mut taken = 0;
     for tenant in tenants(&intake.pool).await? {
         let mut session = intake.pool.reader(LIMITS).await?;
         let abandoned = plan::abandoned(&mut session, &tenant, lease, TAKE_OVER).await?;
         session.finish().await?;
-        for (id, seen) in abandoned {
-            match take_over(intake, &tenant, &id, seen).await {
+        for Abandoned { id, seen, downstream } in abandoned {
+            let taken_over = match (downstream, seen.state) {
+                (false, _) => take_over(intake, &tenant, &id, seen).await,
+                (true, StateName::Running) => perform.lapsed(&tenant, &id, seen.version).await,
+                (true, _) => {
+                    // Sending and asking take their time, and must not keep the sweep.
+                    perform.take_up_later(&tenant, &id);
+                    Ok(true)
+                }
+            };
+            match taken_over {
                 Ok(is_ours) => taken += u64::from(is_ours),
                 // One that cannot be had must not keep the others from being finished.
                 Err(error) => tracing::warn!(error = %error, operation.id = %id, "cannot take an operation over"),

@@ -79,6 +79,7 @@ fn size(outcome: &Outcome) -> usize {
         | Outcome::Unknown { .. }
         | Outcome::Mismatch { .. }
         | Outcome::Expired { .. }
+        | Outcome::NotStored { .. }
         | Outcome::HandlerBroken { .. } => 0,
     }
 }

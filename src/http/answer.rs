@@ -8,13 +8,14 @@ use http::header::{CONTENT_TYPE, LOCATION, RETRY_AFTER};
 use http::{HeaderMap, HeaderName, HeaderValue, StatusCode};
 use serde::Serialize;
 
-use super::problem::{Code, Original, Problem};
+use super::problem::{Code, Original, Problem, Remains};
 use crate::engine::intake::Preference;
 use crate::engine::outcome::{Known, Outcome, Refusal};
 use crate::ledger::fingerprint::Fingerprint;
 use crate::ledger::operation::StateName;
 use crate::ledger::operation_id::OperationId;
-use crate::ledger::receipt::{Receipt, format_time};
+use crate::ledger::receipt::{Omitted, Receipt, format_time};
+use crate::outbound;
 
 pub const OPERATION_ID: HeaderName = HeaderName::from_static("operation-id");
 pub const OPERATION_STATE: HeaderName = HeaderName::from_static("operation-state");
@@ -59,6 +60,7 @@ pub fn answer(outcome: Result<Outcome, Refusal>, preference: Preference) -> Resp
             insert(response.headers_mut(), RECEIPT_EXPIRES, &format_time(expires_at));
             response
         }
+        Ok(Outcome::NotStored { operation, receipt }) => not_stored(&operation, &receipt),
         Ok(Outcome::HandlerBroken { id, raised }) => Problem::new(
             Code::HandlerBroken,
             "the handler raised an error that handlers may not raise; no effect was made, and the same request may be sent again once it is repaired",
@@ -74,25 +76,44 @@ pub fn answer(outcome: Result<Outcome, Refusal>, preference: Preference) -> Resp
     response
 }
 
+/// 410: the effect stands, nothing is sent again, and this is all that is left of the answer.
+fn not_stored(operation: &Known, receipt: &Receipt) -> Response {
+    Problem::new(
+        Code::ResponseNotStored,
+        "this operation was settled with an answer that was too large to store; it will not be sent again, look the result up where it was made",
+    )
+    .of(operation)
+    .response(Remains {
+        status: receipt.status,
+        headers: receipt.headers.clone(),
+        size: receipt.omitted.map_or(0, Omitted::bytes),
+        body_sha256: super::hex(&receipt.body_sha256),
+    })
+    .into_response()
+}
+
 /// The receipt, byte for byte; replays say that they are.
 pub fn settled(operation: &Known, receipt: &Receipt, expires: &str, replayed: bool) -> Response {
     let mut response = Response::new(Body::from(receipt.body.clone()));
     *response.status_mut() = StatusCode::from_u16(receipt.status).unwrap_or(StatusCode::OK);
     let headers = response.headers_mut();
-    for (name, value) in &receipt.headers {
-        if let (Ok(name), Ok(value)) = (
-            HeaderName::try_from(name.as_str()),
-            HeaderValue::try_from(value.as_str()),
-        ) {
-            headers.append(name, value);
-        }
-    }
+    append_lines(headers, &receipt.headers);
     if replayed {
         headers.insert(REPLAYED, HeaderValue::from_static("true"));
     }
     insert(headers, RECEIPT_EXPIRES, expires);
     name_operation(headers, Some(&operation.id), operation.state);
     response
+}
+
+/// Stored header lines, in their order.
+pub fn append_lines(headers: &mut HeaderMap, lines: &[(String, String)]) {
+    for (name, value) in lines {
+        let value = outbound::headers::encode_latin1(value).and_then(|value| HeaderValue::from_bytes(&value).ok());
+        if let (Ok(name), Some(value)) = (HeaderName::try_from(name.as_str()), value) {
+            headers.append(name, value);
+        }
+    }
 }
 
 /// 202: stored and not settled.

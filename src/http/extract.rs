@@ -142,12 +142,12 @@ pub fn preference(headers: &HeaderMap) -> Preference {
 /// A JSON body within the limits of size and time.
 pub async fn json_body(app: &App, headers: &HeaderMap, body: axum::body::Body) -> Result<Bytes, Problem> {
     check_media_type(headers)?;
-    bounded(app, headers, body).await
+    self::body(app, headers, body, app.limits.max_body_bytes).await
 }
 
 /// A request that takes no body has none.
 pub async fn no_body(app: &App, headers: &HeaderMap, body: axum::body::Body) -> Result<(), Problem> {
-    if bounded(app, headers, body).await?.is_empty() {
+    if self::body(app, headers, body, app.limits.max_body_bytes).await?.is_empty() {
         Ok(())
     } else {
         Err(Problem::member("", "this request takes no body; send it without one"))
@@ -183,8 +183,13 @@ fn check_media_type(headers: &HeaderMap) -> Result<(), Problem> {
     Ok(())
 }
 
-async fn bounded(app: &App, headers: &HeaderMap, mut body: axum::body::Body) -> Result<Bytes, Problem> {
-    let limit = app.limits.max_body_bytes;
+/// A body of any type within these many bytes and the limit of time.
+pub async fn body(
+    app: &App,
+    headers: &HeaderMap,
+    mut body: axum::body::Body,
+    limit: usize,
+) -> Result<Bytes, Problem> {
     let declared = headers
         .get(CONTENT_LENGTH)
         .and_then(|length| length.to_str().ok()?.parse::<u64>().ok());

@@ -169,7 +169,7 @@ fn trace_parent(headers: &HeaderMap) -> Option<String> {
 }
 
 /// A replay belongs to its own caller's trace; a link leads to the trace in which the effect was made.
-fn link(outcome: &Result<Outcome, Refusal>) {
+pub fn link(outcome: &Result<Outcome, Refusal>) {
     let Ok(Outcome::Settled {
         operation,
         replayed: true,
@@ -191,7 +191,7 @@ fn note(submission: &Submission) {
         .record("fingerprint", tracing::field::display(&submission.fingerprint));
 }
 
-fn log_mismatch(outcome: &Result<Outcome, Refusal>) {
+pub fn log_mismatch(outcome: &Result<Outcome, Refusal>) {
     match outcome {
         Ok(Outcome::Mismatch {
             original, requested, ..
@@ -253,7 +253,7 @@ async fn receipt(State(app): State<Arc<App>>, id: Segment, headers: HeaderMap) -
     let Outcome::Settled { receipt, .. } = &outcome else {
         return Ok(answer(Ok(outcome), Default::default()));
     };
-    let tag = format!("\"{}\"", hex(&receipt.body_sha256));
+    let tag = format!("\"{}\"", super::hex(&receipt.body_sha256));
     let success = receipt.status < 300;
     let mut response = answer(Ok(outcome), Default::default());
     answer::insert(response.headers_mut(), ETAG, &tag);
@@ -336,10 +336,6 @@ fn matches_tag(headers: &HeaderMap, tag: &str) -> bool {
         .flat_map(|line| line.split(','))
         .map(str::trim)
         .any(|sent| sent == "*" || sent.trim_start_matches("W/") == tag)
-}
-
-fn hex(bytes: &[u8]) -> String {
-    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
 /// `GET /v1/operations`: newest first, page by page.

@@ -30,6 +30,7 @@ pub enum Code {
     OutcomeUnknown,
     StateConflict,
     ReceiptExpired,
+    ResponseNotStored,
     TooLarge,
     UriTooLong,
     UnsupportedMediaType,
@@ -38,6 +39,8 @@ pub enum Code {
     HeadersTooLarge,
     HandlerBroken,
     Internal,
+    DownstreamUnreachable,
+    DownstreamFailed,
     LedgerUnavailable,
 }
 
@@ -64,6 +67,7 @@ impl Code {
                 "The operation's state does not allow that",
             ),
             Self::ReceiptExpired => ("receipt-expired", 410, false, "The receipt has expired"),
+            Self::ResponseNotStored => ("response-not-stored", 410, false, "The answer was too large to store"),
             Self::TooLarge => ("too-large", 413, false, "The body is too large"),
             Self::UriTooLong => ("uri-too-long", 414, false, "The address is too long"),
             Self::UnsupportedMediaType => ("unsupported-media-type", 415, false, "The body is not plain JSON"),
@@ -72,6 +76,13 @@ impl Code {
             Self::HeadersTooLarge => ("headers-too-large", 431, false, "The headers are too large"),
             Self::HandlerBroken => ("handler-broken", 500, true, "The handler is broken"),
             Self::Internal => ("internal", 500, true, "Internal error"),
+            Self::DownstreamUnreachable => (
+                "downstream-unreachable",
+                502,
+                true,
+                "The downstream was not reached",
+            ),
+            Self::DownstreamFailed => ("downstream-failed", 502, false, "The downstream did not answer"),
             Self::LedgerUnavailable => ("ledger-unavailable", 503, true, "The ledger is unavailable"),
         }
     }
@@ -120,6 +131,17 @@ struct Body {
     sqlstate: Option<String>,
     #[serde(skip_serializing_if = "Option::is_none")]
     settled_at: Option<String>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    response: Option<Remains>,
+}
+
+/// What is left of an answer that was too large to store.
+#[derive(Debug, Serialize)]
+pub struct Remains {
+    pub status: u16,
+    pub headers: Vec<(String, String)>,
+    pub size: i64,
+    pub body_sha256: String,
 }
 
 /// The operation a key belongs to; never its payload.
@@ -154,6 +176,7 @@ impl Problem {
             original: None,
             sqlstate: None,
             settled_at: None,
+            response: None,
         });
         Self {
             code,
@@ -246,6 +269,11 @@ impl Problem {
         self
     }
 
+    pub fn response(mut self, remains: Remains) -> Self {
+        self.body.response = Some(remains);
+        self
+    }
+
     pub fn retry_after(mut self, delay: Duration) -> Self {
         self.retry_after = Some(delay);
         self
@@ -287,6 +315,21 @@ impl From<Refusal> for Problem {
                 "the ledger's database cannot be used now; nothing was acknowledged, send the same request again later",
             )
             .retry_after(Duration::from_secs(2)),
+            Refusal::Unreachable { downstream, cause } => Self::new(
+                Code::DownstreamUnreachable,
+                format!("{downstream} was not reached ({cause}); nothing was sent and nothing is stored, send the same request again later"),
+            )
+            .retry_after(Duration::from_secs(2)),
+            Refusal::NoAnswer { downstream, cause } => Self::new(
+                Code::DownstreamFailed,
+                format!("{downstream} did not answer ({cause}); this request was not protected, and nothing is stored of it"),
+            ),
+            Refusal::Unrecorded { operation } => Self::new(
+                Code::LedgerUnavailable,
+                "the downstream has answered, and the ledger's database cannot store the answer now; do not send this under another key, read operation_url later",
+            )
+            .of(&operation)
+            .retry_after(Duration::from_secs(5)),
             Refusal::Stopping => Self::new(
                 Code::LedgerUnavailable,
                 "this process is stopping; send the same request again, to another process or later",

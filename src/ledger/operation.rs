@@ -184,6 +184,8 @@ pub enum Verdict {
     Mismatch,
     /// The first answer again.
     Replay(Arc<Receipt>),
+    /// It is settled, and its answer was too large to store: what is left of it.
+    NotStored(Arc<Receipt>),
     /// It is settled, and its answer is no longer kept.
     Expired,
     /// Another delivery is at it.
@@ -210,6 +212,7 @@ impl Operation {
             | State::Failed(settlement)
             | State::Compensating(settlement)
             | State::Compensated(settlement) => match &settlement.answer {
+                Answer::Kept(receipt) if receipt.omitted.is_some() => Verdict::NotStored(receipt.clone()),
                 Answer::Kept(receipt) => Verdict::Replay(receipt.clone()),
                 Answer::Expired => Verdict::Expired,
             },

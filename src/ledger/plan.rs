@@ -326,22 +326,32 @@ pub async fn cancel(
     }))
 }
 
-/// In-database operations of a tenant that nobody is running: claims of lapsed instances, and attempts that are due.
+/// An operation that nobody is running.
+#[derive(Debug, Clone)]
+pub struct Abandoned {
+    pub id: OperationId,
+    pub seen: Seen,
+    /// Whether a downstream performs it, so that it may have acted.
+    pub downstream: bool,
+}
+
+/// Operations of a tenant that nobody is running: claims of lapsed instances, attempts that are due, and unknowns that
+/// their downstream can settle.
 pub async fn abandoned(
     session: &mut Session,
     tenant: &Tenant,
     lease: Duration,
     limit: i64,
-) -> Result<Vec<(OperationId, Seen)>, Error> {
+) -> Result<Vec<Abandoned>, Error> {
     let rows = sqlx::query!(
         r#"
-        select o.operation_id, o.state, o.version from ledger.operations o
+        select o.operation_id, o.state, o.version, o.downstream is not null as "downstream!" from ledger.operations o
         where o.tenant_id = $1 and o.state <> 'succeeded' and (
               (o.state = 'running' and not exists (
                   select from ledger.instances i
                   where i.instance_id = o.instance_id
                     and i.heartbeat_at >= clock_timestamp() - $2::float8 * interval '1 millisecond'))
-           or (o.state = 'retry_wait' and o.due_at <= clock_timestamp()))
+           or (o.state in ('retry_wait', 'needs_reconciliation') and o.due_at <= clock_timestamp()))
         order by o.created_at limit $3
         "#,
         tenant.as_str(),
@@ -354,11 +364,14 @@ pub async fn abandoned(
     Ok(rows
         .into_iter()
         .filter_map(|row| {
-            let seen = Seen {
-                state: StateName::parse(&row.state)?,
-                version: row.version,
-            };
-            Some((OperationId::parse(&row.operation_id).ok()?, seen))
+            Some(Abandoned {
+                id: OperationId::parse(&row.operation_id).ok()?,
+                seen: Seen {
+                    state: StateName::parse(&row.state)?,
+                    version: row.version,
+                },
+                downstream: row.downstream,
+            })
         })
         .collect())
 }

@@ -8,7 +8,7 @@ use time::OffsetDateTime;
 use super::fingerprint::Fingerprint;
 use super::operation::{Answer, Operation, Settlement, State, StateName};
 use super::operation_id::OperationId;
-use super::receipt::Receipt;
+use super::receipt::{Omitted, Receipt};
 use super::tenant::Tenant;
 use crate::postgres::error::{Error as DatabaseError, doing};
 use crate::postgres::session::Session;
@@ -29,7 +29,8 @@ pub async fn existing(session: &mut Session, tenant: &Tenant, ids: &[&str]) -> R
         select o.operation_id, o.kind, o.state, o.fingerprint, o.attempt, o.version, o.requested_by, o.trace_parent,
                o.created_at, o.settled_at, o.receipt_expires_at,
                statement_timestamp() as "read_at!",
-               r.status as "status?", r.headers::text as headers, r.body as "body?", r.body_sha256 as "body_sha256?"
+               r.status as "status?", r.headers::text as headers, r.body as "body?", r.body_sha256 as "body_sha256?",
+               r.omitted_bytes
         from ledger.operations o
         left join ledger.receipts r on r.tenant_id = o.tenant_id and r.operation_id = o.operation_id
         where o.tenant_id = $1 and o.operation_id = any($2)
@@ -66,6 +67,7 @@ struct Stored {
     headers: Option<String>,
     body: Option<Vec<u8>>,
     body_sha256: Option<Vec<u8>>,
+    omitted_bytes: Option<i64>,
 }
 
 impl Stored {
@@ -139,6 +141,7 @@ impl Stored {
             headers: serde_json::from_str(self.headers.as_deref()?).ok()?,
             body: self.body.take()?.into(),
             body_sha256: self.body_sha256.take()?.try_into().ok()?,
+            omitted: self.omitted_bytes.map(|bytes| Omitted::new(bytes.unsigned_abs())),
         })
     }
 }
@@ -194,7 +197,7 @@ const SUMMARY: &str = r"
                 then o.external_reference end as external_reference,
            o.requested_by, 1 + coalesce(d.repeats, 0) as deliveries, o.attempt, o.created_at,
            o.settled_at, o.receipt_expires_at, r.status, r.headers::text as headers,
-           encode(r.body_sha256, 'hex') as body_sha256, octet_length(r.body)::bigint as size
+           encode(r.body_sha256, 'hex') as body_sha256, coalesce(r.omitted_bytes, octet_length(r.body)) as size
     from ledger.operations o
     left join ledger.deliveries d on d.tenant_id = o.tenant_id and d.operation_id = o.operation_id
     left join ledger.receipts r on r.tenant_id = o.tenant_id and r.operation_id = o.operation_id

@@ -31,7 +31,24 @@ pub struct Receipt {
     pub status: u16,
     pub headers: Vec<(String, String)>,
     pub body: Bytes,
+    /// Of the whole answer, even if it was too large to store.
     pub body_sha256: [u8; 32],
+    pub omitted: Option<Omitted>,
+}
+
+/// The answer had this many bytes, too many to store; `Receipt::body` is empty.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Omitted(i64);
+
+impl Omitted {
+    /// Of an answer that had at least one byte.
+    pub fn new(bytes: u64) -> Self {
+        Self(i64::try_from(bytes).unwrap_or(i64::MAX).max(1))
+    }
+
+    pub fn bytes(self) -> i64 {
+        self.0
+    }
 }
 
 /// What a handler refused with.
@@ -63,6 +80,15 @@ pub struct Settled<'a> {
     pub settled_at: OffsetDateTime,
 }
 
+/// What a receipt says of an operation that a downstream never acted on.
+#[derive(Debug, Clone, Copy)]
+pub struct Failed<'a> {
+    pub id: &'a OperationId,
+    pub kind: &'a str,
+    pub fingerprint: &'a Fingerprint,
+    pub attempt: i32,
+}
+
 impl Receipt {
     pub fn new(status: u16, headers: Vec<(String, String)>, body: Bytes) -> Self {
         let body_sha256 = Sha256::digest(&body).into();
@@ -71,6 +97,18 @@ impl Receipt {
             headers,
             body,
             body_sha256,
+            omitted: None,
+        }
+    }
+
+    /// An answer that was too large to store: what is left of it.
+    pub fn omitted(status: u16, headers: Vec<(String, String)>, bytes: u64, body_sha256: [u8; 32]) -> Self {
+        Self {
+            status,
+            headers,
+            body: Bytes::new(),
+            body_sha256,
+            omitted: Some(Omitted::new(bytes)),
         }
     }
 
@@ -136,6 +174,42 @@ impl Receipt {
             handler_detail: raised.detail.as_deref(),
             result: None,
             settled_at: format_time(settled.settled_at),
+        };
+        Self::json(422, "application/problem+json", &body)
+    }
+
+    /// 422: it did not act and will not be tried again.
+    pub fn gave_up(failed: Failed<'_>, detail: &str) -> Self {
+        #[derive(Serialize)]
+        struct Body<'a> {
+            r#type: &'static str,
+            title: &'static str,
+            status: u16,
+            code: &'static str,
+            detail: &'a str,
+            retryable: bool,
+            operation_id: &'a str,
+            operation_url: String,
+            kind: &'a str,
+            state: &'static str,
+            fingerprint: &'a Fingerprint,
+            attempt: i32,
+            result: Option<()>,
+        }
+        let body = Body {
+            r#type: "/problems/operation-failed",
+            title: "The operation failed without an effect",
+            status: 422,
+            code: "operation-failed",
+            detail,
+            retryable: false,
+            operation_id: failed.id.as_str(),
+            operation_url: failed.id.url(),
+            kind: failed.kind,
+            state: StateName::Failed.as_str(),
+            fingerprint: failed.fingerprint,
+            attempt: failed.attempt,
+            result: None,
         };
         Self::json(422, "application/problem+json", &body)
     }

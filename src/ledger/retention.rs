@@ -8,7 +8,7 @@ use super::tenant::Tenant;
 use crate::postgres::error::{Error, doing};
 use crate::postgres::session::Session;
 
-/// Removes payload, receipt and history of up to `limit` finished operations whose receipts have expired, in the
+/// Removes payload, request, receipt and history of up to `limit` finished operations whose receipts have expired, in the
 /// session's transaction: all of one operation, or nothing. Returns how many.
 ///
 /// Only final operations are taken, oldest expiry first; rows that somebody else holds are left for the next time. The
@@ -30,6 +30,8 @@ pub async fn purge(session: &mut Session, tenant: &Tenant, limit: i64) -> Result
             delete from ledger.receipts t using expired e where t.tenant_id = $1 and t.operation_id = e.operation_id
         ), history as (
             delete from ledger.history t using expired e where t.tenant_id = $1 and t.operation_id = e.operation_id
+        ), requests as (
+            delete from ledger.requests t using expired e where t.tenant_id = $1 and t.operation_id = e.operation_id
         ), tombstones as (
             update ledger.operations t
             set payload = null, run = null, run_id = null, external_reference = null, trace_parent = null,
@@ -58,6 +60,8 @@ pub async fn forget(session: &mut Session, tenant: &Tenant, keep: Duration, limi
             order by purged_at limit $3 for update skip locked
         ), deliveries as (
             delete from ledger.deliveries t using old where t.tenant_id = $1 and t.operation_id = old.operation_id
+        ), links as (
+            delete from ledger.links t using old where t.tenant_id = $1 and t.operation_id = old.operation_id
         ), tombstones as (
             delete from ledger.operations t using old where t.tenant_id = $1 and t.operation_id = old.operation_id
             returning 1

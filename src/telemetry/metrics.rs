@@ -178,9 +178,12 @@ impl Metrics {
             Ok(Outcome::Unknown { .. }) => "unknown",
             Ok(Outcome::Mismatch { .. }) => "mismatch",
             Ok(Outcome::Expired { .. }) => "expired",
+            Ok(Outcome::NotStored { .. }) => "not_stored",
             Ok(Outcome::HandlerBroken { .. }) => "handler_broken",
             Err(Refusal::Busy { .. }) => "rejected_queue",
             Err(Refusal::Unavailable | Refusal::Stopping) => "unavailable",
+            Err(Refusal::Unreachable { .. } | Refusal::NoAnswer { .. }) => "unreachable",
+            Err(Refusal::Unrecorded { .. }) => "unrecorded",
             Err(Refusal::Internal) => "internal",
         };
         self.deliveries.get_or_create(&DeliveryLabels { outcome }).inc();

@@ -7,7 +7,7 @@ use tokio::time::Instant;
 
 use super::{Apply, Member, Registered, log_trouble};
 use crate::engine::outcome::{Known, Outcome, after};
-use crate::engine::queue::Turn;
+use crate::engine::queue::{Queued, Turn};
 use crate::ledger::claim::Times;
 use crate::ledger::operation::StateName;
 use crate::ledger::receipt::{self, Raised, Receipt};
@@ -83,7 +83,7 @@ async fn commit(
     apply: &Apply,
     kept: &mut Option<Session>,
     group: &[Member],
-    turn: Turn<'_>,
+    turn: Turn<'_, Member>,
 ) -> Result<Vec<Ending>, Error> {
     let began = Instant::now();
     let mut session = match kept.take() {

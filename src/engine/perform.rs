@@ -1,0 +1,416 @@
+//! Claim, send, settle: the only path on which a byte leaves for a downstream.
+//!
+//! Connect, claim, send, in this order: what fails before the claim has sent nothing and stores nothing, and a crash can
+//! leave an unknown only between the claim's commit and the settlement's. From the claim on everything happens on a task
+//! of its own; the caller waits for a value.
+
+mod attempt;
+mod book;
+mod decide;
+mod proof;
+mod recover;
+
+use std::sync::{Arc, PoisonError, RwLock};
+use std::time::Duration;
+
+use bytes::Bytes;
+use http::uri::PathAndQuery;
+use http::{HeaderMap, HeaderName, HeaderValue, Method};
+use tokio::sync::{mpsc, oneshot};
+use tokio::time::Instant;
+use tokio_util::task::TaskTracker;
+use uuid::Uuid;
+
+use self::attempt::{Attempt, Reply};
+use self::book::{Book, Claim, Unwritten};
+use self::recover::TakingUp;
+use super::deliveries::Deliveries;
+use super::intake::refusal;
+use super::outcome::{Known, Outcome, Refusal};
+use super::replays::Replays;
+use crate::ledger::fingerprint::Fingerprint;
+use crate::ledger::forward::{self, Forward, Request};
+use crate::ledger::operation::{Operation, StateName};
+use crate::ledger::operation_id::OperationId;
+use crate::ledger::plan::{Fence, Seen};
+use crate::ledger::reconciliation::{self, Note};
+use crate::ledger::tenant::Tenant;
+use crate::ledger::read;
+use crate::outbound::downstream::{Downstream, Downstreams, Route};
+use crate::outbound::headers;
+use crate::outbound::send::{self, Failure, Outbound, Ready};
+use crate::postgres::error::{Error as DatabaseError, Trouble};
+use crate::postgres::pool::Pool;
+use crate::postgres::session::{Limits, Session};
+use crate::telemetry::metrics::Metrics;
+
+/// Limits of the short statements here.
+const LIMITS: Limits = Limits {
+    lock: Duration::from_secs(2),
+    statement: Duration::from_secs(5),
+};
+
+/// What a delivery gets.
+pub enum Delivered {
+    Outcome(Outcome),
+    /// The answer as it comes.
+    Passing(Passing),
+}
+
+/// An answer on its way.
+pub struct Passing {
+    /// `None` for a request that passes through without being an operation.
+    pub operation: Option<Known>,
+    pub status: u16,
+    pub headers: Vec<(String, String)>,
+    pub body: mpsc::Receiver<Piece>,
+}
+
+/// A piece of a body on its way. A body whose pieces stop without an end was cut off.
+#[derive(Debug)]
+pub enum Piece {
+    Data(Bytes),
+    End,
+}
+
+pub struct Perform {
+    pub pool: Pool,
+    pub outbound: Outbound,
+    pub replays: Arc<Replays>,
+    pub deliveries: Arc<Deliveries>,
+    pub metrics: Arc<Metrics>,
+    pub tasks: TaskTracker,
+    pub instance: Uuid,
+    downstreams: RwLock<Arc<Downstreams>>,
+    book: Arc<Book>,
+    taking_up: TakingUp,
+    retention: Duration,
+}
+
+impl Perform {
+    pub fn start(
+        pool: Pool,
+        replays: Arc<Replays>,
+        deliveries: Arc<Deliveries>,
+        metrics: Arc<Metrics>,
+        tasks: TaskTracker,
+        instance: Uuid,
+        settings: Settings,
+    ) -> Arc<Self> {
+        let book = Book::open(pool.clone(), settings.queue, instance, metrics.clone(), &tasks);
+        Arc::new(Self {
+            pool,
+            outbound: Outbound::default(),
+            replays,
+            deliveries,
+            metrics,
+            tasks,
+            instance,
+            downstreams: RwLock::new(Arc::new(settings.downstreams)),
+            book,
+            taking_up: TakingUp::default(),
+            retention: settings.retention,
+        })
+    }
+
+    /// The downstreams as they are configured now.
+    pub fn downstreams(&self) -> Arc<Downstreams> {
+        self.downstreams.read().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    /// Puts another configuration's downstreams in place; requests under way keep theirs.
+    pub fn replace_downstreams(&self, downstreams: Downstreams) {
+        *self.downstreams.write().unwrap_or_else(PoisonError::into_inner) = Arc::new(downstreams);
+    }
+
+    /// How long receipts of proxied requests are kept.
+    pub fn retention(&self) -> Duration {
+        self.retention
+    }
+
+    /// How history names this process.
+    pub fn actor(&self) -> String {
+        format!("instance:{}", self.instance)
+    }
+
+    /// Takes no more claims; what is under way is finished.
+    pub fn close(&self) {
+        self.book.close();
+    }
+
+    /// Forwards an operation once, or says what became of it.
+    pub async fn deliver(
+        self: &Arc<Self>,
+        forward: Forward,
+        downstream: Arc<Downstream>,
+        route: Arc<Route>,
+        respond_async: bool,
+    ) -> Result<Delivered, Refusal> {
+        let (tenant, id, fingerprint) = (forward.tenant.clone(), forward.id.clone(), forward.fingerprint);
+        if let Some(replay) = self.replays.find(&tenant, &id, &fingerprint) {
+            return Ok(Delivered::Outcome(replay));
+        }
+        // A known id needs no connection, and must be answered even if the downstream is gone.
+        if !self.outbound.has_idle(&downstream)
+            && let Some(operation) = self.operation(&tenant, &id).await?
+        {
+            return Ok(Delivered::Outcome(Outcome::of(&operation, &fingerprint)));
+        }
+        let ready = match self.outbound.connect(&downstream).await {
+            Ok(ready) => ready,
+            Err(not_sent) => return self.unreachable(&forward, not_sent.to_string()).await,
+        };
+        let (reply, answered) = oneshot::channel();
+        let perform = self.clone();
+        self.tasks.spawn(async move {
+            perform
+                .claim_and_send(Arc::new(forward), downstream, route, ready, reply, respond_async)
+                .await;
+        });
+        // The sender is dropped unused only when the task ends early, which only stopping does.
+        answered.await.unwrap_or(Err(Refusal::Stopping))
+    }
+
+    /// Forwards a safe request, or one that is declared to need no protection: nothing is stored, and nothing repeated.
+    pub async fn pass(self: &Arc<Self>, request: send::Request, downstream: Arc<Downstream>) -> Result<Passing, Refusal> {
+        let unreachable = |cause: String| Refusal::Unreachable {
+            downstream: downstream.name.clone(),
+            cause,
+        };
+        let ready = self
+            .outbound
+            .connect(&downstream)
+            .await
+            .map_err(|not_sent| unreachable(not_sent.to_string()))?;
+        let mut answer = ready.send(request).await.map_err(|failure| match failure {
+            Failure::NotSent(not_sent) => unreachable(not_sent.to_string()),
+            Failure::Unknown(unknown) => Refusal::NoAnswer {
+                downstream: downstream.name.clone(),
+                cause: unknown.to_string(),
+            },
+        })?;
+        let (pieces, body) = mpsc::channel(16);
+        let passing = Passing {
+            operation: None,
+            status: answer.status.as_u16(),
+            headers: headers::replayed(&downstream, &answer.headers),
+            body,
+        };
+        // It ends when the caller goes away: dropping the answer closes its connection.
+        tokio::spawn(async move {
+            while let Some(piece) = answer.body.next().await {
+                let Ok(piece) = piece else { return };
+                if pieces.send(Piece::Data(piece)).await.is_err() {
+                    return;
+                }
+            }
+            drop(pieces.send(Piece::End).await);
+        });
+        Ok(passing)
+    }
+
+    /// The operation of that id.
+    pub async fn operation(&self, tenant: &Tenant, id: &OperationId) -> Result<Option<Operation>, Refusal> {
+        let mut session = self.pool.reader(LIMITS).await.map_err(|error| refusal(&error))?;
+        let found = match read::one(&mut session, tenant, id).await {
+            Ok(found) => found,
+            Err(read::Error::Database(error)) => return Err(refusal(&error)),
+            Err(error @ read::Error::Impossible { .. }) => {
+                tracing::error!(error = %error, "cannot read an operation");
+                return Err(Refusal::Internal);
+            }
+        };
+        session.finish().await.map_err(|error| refusal(&error))?;
+        Ok(found)
+    }
+
+    /// Waits for an operation to settle, looking ever more seldom.
+    pub async fn settled_within(
+        &self,
+        tenant: &Tenant,
+        id: &OperationId,
+        fingerprint: &Fingerprint,
+        mut outcome: Outcome,
+        patience: Duration,
+    ) -> Result<Outcome, Refusal> {
+        let until = Instant::now() + patience;
+        let mut pause = Duration::from_millis(50);
+        while outcome.may_settle_soon() && Instant::now() < until {
+            tokio::time::sleep(pause.min(until - Instant::now())).await;
+            pause = (pause * 2).min(Duration::from_secs(2));
+            if let Some(operation) = self.operation(tenant, id).await? {
+                outcome = Outcome::of(&operation, fingerprint);
+            }
+        }
+        Ok(outcome)
+    }
+
+    async fn unreachable(&self, forward: &Forward, cause: String) -> Result<Delivered, Refusal> {
+        if let Some(operation) = self.operation(&forward.tenant, &forward.id).await? {
+            return Ok(Delivered::Outcome(Outcome::of(&operation, &forward.fingerprint)));
+        }
+        Err(Refusal::Unreachable {
+            downstream: forward.downstream.clone(),
+            cause,
+        })
+    }
+
+    async fn claim_and_send(
+        self: Arc<Self>,
+        forward: Arc<Forward>,
+        downstream: Arc<Downstream>,
+        route: Arc<Route>,
+        ready: Ready,
+        reply: Reply,
+        respond_async: bool,
+    ) {
+        let claimed = Instant::now();
+        let fence = Fence {
+            attempt: 1,
+            instance: self.instance,
+        };
+        match self.book.claim(forward.clone()).await {
+            Ok(Claim::Won(_)) => {}
+            Ok(Claim::Lost(operation)) => {
+                let outcome = Outcome::of(&operation, &forward.fingerprint);
+                return drop(reply.send(Ok(Delivered::Outcome(outcome))));
+            }
+            Ok(Claim::Contended) => {
+                let operation = Known::forwarded(&forward, None);
+                return drop(reply.send(Ok(Delivered::Outcome(Outcome::InProgress { operation }))));
+            }
+            Err(unwritten) => {
+                drop(reply.send(Err(refused(&unwritten))));
+                if matches!(unwritten, Unwritten::Unclear(_)) {
+                    self.disown(&forward, fence).await;
+                }
+                return;
+            }
+        }
+        let attempt = Attempt {
+            perform: self,
+            forward: forward.clone(),
+            downstream,
+            route,
+            fence,
+            claimed,
+            age: Duration::ZERO,
+            since_first_send: Duration::ZERO,
+            repeated: false,
+        };
+        if respond_async {
+            let operation = Known::forwarded(&forward, Some(StateName::Running));
+            let accepted = Outcome::Accepted {
+                operation,
+                repeated: false,
+            };
+            drop(reply.send(Ok(Delivered::Outcome(accepted))));
+            attempt.run(ready, None).await;
+        } else {
+            attempt.run(ready, Some(reply)).await;
+        }
+    }
+
+    /// A claim whose commit was not confirmed: nothing was sent, and nobody must believe that something was. Taken back
+    /// until the database says that it is not there.
+    async fn disown(&self, forward: &Forward, fence: Fence) {
+        const LONGEST: Duration = Duration::from_secs(10);
+        let mut delay = Duration::from_millis(100);
+        loop {
+            tokio::time::sleep(delay).await;
+            let withdrawn = self
+                .write(async |session| forward::withdraw(session, &forward.tenant, &forward.id, fence).await)
+                .await;
+            match withdrawn {
+                Ok(_) => return,
+                Err(error) => {
+                    tracing::warn!(operation.id = %forward.id, error = %error, "cannot take an unconfirmed claim back yet");
+                }
+            }
+            delay = (delay * 2).min(LONGEST);
+        }
+    }
+
+    /// Adds to the history of an operation, whatever its state and version are by now. Evidence that cannot be stored is
+    /// logged.
+    async fn add_evidence(&self, tenant: &Tenant, id: &OperationId, event: &str, reason: &str, evidence: &str) {
+        let actor = self.actor();
+        let note = Note {
+            event,
+            actor: &actor,
+            reason,
+            evidence: Some(evidence),
+        };
+        for _ in 0..5 {
+            let Ok(Some(operation)) = self.operation(tenant, id).await else {
+                break;
+            };
+            let seen = Seen {
+                state: operation.state.name(),
+                version: operation.version,
+            };
+            let added = self
+                .write(async |session| reconciliation::learn(session, tenant, id, seen, None, note).await)
+                .await;
+            if matches!(added, Ok(true)) {
+                return;
+            }
+        }
+        tracing::error!(operation.id = %id, event, evidence, "evidence could not be stored");
+    }
+
+    async fn write<T>(
+        &self,
+        statements: impl AsyncFnOnce(&mut Session) -> Result<T, DatabaseError>,
+    ) -> Result<T, DatabaseError> {
+        let mut session = self.pool.transaction(LIMITS).await?;
+        let value = statements(&mut session).await?;
+        session.commit().await?;
+        Ok(value)
+    }
+}
+
+/// What `Perform::start` is given by the configuration.
+pub struct Settings {
+    pub downstreams: Downstreams,
+    /// Most claims that wait to be written.
+    pub queue: usize,
+    /// How long receipts of proxied requests are kept.
+    pub retention: Duration,
+}
+
+/// A stored request as it is sent, with the downstream's key where it takes one.
+fn outgoing(request: &Request, route: &Route) -> send::Request {
+    let mut lines = HeaderMap::with_capacity(request.headers.len() + 1);
+    for (name, value) in &request.headers {
+        if let (Ok(name), Some(value)) = (HeaderName::try_from(name), latin1(value)) {
+            lines.append(name, value);
+        }
+    }
+    if let Some((name, value)) = route.ability.key_line(&request.downstream_key) {
+        lines.insert(name, value);
+    }
+    send::Request {
+        // Both were checked before they were stored.
+        method: Method::from_bytes(request.method.as_bytes()).unwrap_or(Method::POST),
+        path_and_query: PathAndQuery::try_from(request.path_and_query.as_str())
+            .unwrap_or_else(|_| PathAndQuery::from_static("/")),
+        headers: lines,
+        body: request.body.clone(),
+    }
+}
+
+fn latin1(text: &str) -> Option<HeaderValue> {
+    HeaderValue::from_bytes(&headers::encode_latin1(text)?).ok()
+}
+
+fn refused(unwritten: &Unwritten) -> Refusal {
+    match unwritten {
+        Unwritten::Busy => Refusal::Busy {
+            retry_after: Duration::from_secs(1),
+        },
+        Unwritten::Stopping => Refusal::Stopping,
+        Unwritten::Unclear(Trouble::Passing | Trouble::LockTimeout) => Refusal::Unavailable,
+        Unwritten::Unclear(Trouble::Lasting) => Refusal::Internal,
+    }
+}

@@ -1,0 +1,488 @@
+//! One attempt, from a ready connection to a stored outcome. It runs on a task of its own: neither the answer nor its
+//! settlement depends on the caller's connection.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use bytes::{Bytes, BytesMut};
+use sha2::{Digest, Sha256};
+use tokio::sync::{mpsc, oneshot};
+use tokio::time::Instant;
+
+use super::decide::{self, Learnt, Next, Standing};
+use super::{Delivered, Passing, Perform, Piece, outgoing};
+use crate::engine::outcome::{Known, Outcome, Refusal, after};
+use crate::ledger::forward::{Answered, Forward};
+use crate::ledger::operation::StateName;
+use crate::ledger::plan::{self, Fence};
+use crate::ledger::receipt::Receipt;
+use crate::ledger::reconciliation::{self, Note};
+use crate::outbound::downstream::{Downstream, Route};
+use crate::outbound::headers;
+use crate::outbound::retry_after::retry_after;
+use crate::outbound::send::{Answer, Failure, Ready, Unknown};
+
+/// Pieces of a streamed answer that wait for a slow caller.
+const PIECES: usize = 16;
+
+/// How long a caller may leave the stream unread before it is given up; the operation goes on without it.
+const READER_PATIENCE: Duration = Duration::from_secs(30);
+
+/// How long a caller waits for an answer that cannot be stored.
+const UNRECORDED: Duration = Duration::from_secs(5);
+
+pub type Reply = oneshot::Sender<Result<Delivered, Refusal>>;
+
+/// An attempt that has been claimed.
+pub struct Attempt {
+    pub perform: Arc<Perform>,
+    pub forward: Arc<Forward>,
+    pub downstream: Arc<Downstream>,
+    pub route: Arc<Route>,
+    pub fence: Fence,
+    /// When this process claimed it, and how old the operation and its first send were then.
+    pub claimed: Instant,
+    pub age: Duration,
+    pub since_first_send: Duration,
+    /// An earlier attempt ended unknown.
+    pub repeated: bool,
+}
+
+/// A complete answer that was read to its end.
+struct Complete {
+    status: u16,
+    lines: Vec<(String, String)>,
+    /// `None` if it was too large to store.
+    body: Option<Bytes>,
+    size: u64,
+    digest: [u8; 32],
+    retry_after: Option<Duration>,
+    evidence: Option<String>,
+}
+
+impl Attempt {
+    /// Sends, and carries what comes of it to the ledger and to whoever still waits.
+    pub async fn run(self, ready: Ready, reply: Option<Reply>) {
+        let mut caller = ToCaller::new(reply);
+        let request = outgoing(&self.forward.request, &self.route);
+        match ready.send(request).await {
+            Ok(answer) => match self.receive(answer, &mut caller).await {
+                Ok(complete) => self.answered(complete, caller).await,
+                Err(unknown) => self.unknown(unknown, caller).await,
+            },
+            Err(Failure::NotSent(not_sent)) => {
+                let next = decide::next(&self.route, Learnt::NotSent, self.standing(), jitter());
+                self.without_answer(next, "not_sent", &not_sent.to_string(), caller).await;
+            }
+            Err(Failure::Unknown(unknown)) => self.unknown(unknown, caller).await,
+        }
+    }
+
+    /// Reads the answer to its end, passing it on as it comes where that is wanted or where it grows too large to store.
+    async fn receive(&self, mut answer: Answer, caller: &mut ToCaller) -> Result<Complete, Unknown> {
+        let lines = headers::replayed(&self.downstream, &answer.headers);
+        let status = answer.status.as_u16();
+        let wait = retry_after(&answer.headers);
+        let evidence = headers::evidence(&answer.headers)
+            .map(|ids| serde_json::json!({ "downstream_request": ids }).to_string());
+        let stored_body = self.downstream.limits.stored_body;
+        // A retry must be able to tell its caller nothing yet.
+        let may_wait = self.route.retry.on.contains(&answer.status) || self.repeated;
+        let streams = !may_wait && (self.route.stream || is_event_stream(&lines));
+        let mut kept = BytesMut::new();
+        let mut digest = Sha256::new();
+        let mut size = 0u64;
+        if streams {
+            caller.begin(self.known(StateName::Running), status, &lines);
+        }
+        while let Some(piece) = answer.body.next().await {
+            let piece = match piece {
+                Ok(piece) => piece,
+                Err(unknown) => {
+                    caller.cut();
+                    return Err(unknown);
+                }
+            };
+            digest.update(&piece);
+            size += piece.len() as u64;
+            let fits = usize::try_from(size).is_ok_and(|size| size <= stored_body);
+            if fits {
+                kept.extend_from_slice(&piece);
+            }
+            if caller.is_streaming() {
+                caller.pass(piece).await;
+            } else if !fits && !may_wait {
+                caller.begin(self.known(StateName::Running), status, &lines);
+                caller.pass(std::mem::take(&mut kept).freeze()).await;
+                caller.pass(piece).await;
+            }
+        }
+        let fits = usize::try_from(size).is_ok_and(|size| size <= stored_body);
+        Ok(Complete {
+            status,
+            lines,
+            body: fits.then(|| kept.freeze()),
+            size,
+            digest: digest.finalize().into(),
+            retry_after: wait,
+            evidence,
+        })
+    }
+
+    async fn answered(self, complete: Complete, caller: ToCaller) {
+        let learnt = Learnt::Answer {
+            status: complete.status,
+            retry_after: complete.retry_after,
+        };
+        match decide::next(&self.route, learnt, self.standing(), jitter()) {
+            Next::Settle { succeeded } => self.settle(complete, succeeded, caller).await,
+            Next::ReadBack => {
+                let cause = format!("the downstream answered {} to the repeated request", complete.status);
+                let (attempt, complete) = (Arc::new(self), complete);
+                attempt.read_back(complete, cause, caller).await;
+            }
+            next @ (Next::Wait(_) | Next::GiveUp | Next::Unknown(_)) => {
+                let cause = format!("the downstream answered {}", complete.status);
+                self.without_answer(next, "answered", &cause, caller).await;
+            }
+        }
+    }
+
+    async fn unknown(self, unknown: Unknown, caller: ToCaller) {
+        let next = decide::next(&self.route, Learnt::Unknown, self.standing(), jitter());
+        self.without_answer(next, "outcome_unknown", &unknown.to_string(), caller).await;
+    }
+
+    /// The object that a conditional downstream refuses to make again may be ours.
+    async fn read_back(self: Arc<Self>, complete: Complete, cause: String, caller: ToCaller) {
+        let found = self.perform.read_back(&self.forward, &self.downstream, &self.route).await;
+        let Some(attempt) = Arc::into_inner(self) else { return };
+        match found {
+            Ok(super::proof::Found::Ours(object)) => attempt.settle_proved(object, caller).await,
+            Ok(super::proof::Found::Foreign) => attempt.settle(complete, false, caller).await,
+            Ok(super::proof::Found::Nothing) => {
+                attempt.without_answer(Next::Unknown(None), "outcome_unknown", &cause, caller).await;
+            }
+            Err(trouble) => {
+                let next = Next::Unknown(decide::recovery(&attempt.route, attempt.standing(), jitter()));
+                let cause = format!("{cause}, and cannot be asked: {trouble}");
+                attempt.without_answer(next, "outcome_unknown", &cause, caller).await;
+            }
+        }
+    }
+
+    async fn settle_proved(self, object: super::proof::Object, caller: ToCaller) {
+        let complete = Complete {
+            status: object.status,
+            lines: object.lines,
+            size: object.body.len() as u64,
+            digest: Sha256::digest(&object.body).into(),
+            body: Some(object.body),
+            retry_after: None,
+            evidence: Some(r#"{"proof":"read back"}"#.to_owned()),
+        };
+        self.settle(complete, true, caller).await;
+    }
+
+    async fn settle(self, complete: Complete, succeeded: bool, caller: ToCaller) {
+        let state = if succeeded { StateName::Succeeded } else { StateName::Failed };
+        let external_reference = self.reference(&complete);
+        let receipt = Arc::new(match complete.body {
+            Some(body) => Receipt::new(complete.status, complete.lines, body),
+            None => Receipt::omitted(complete.status, complete.lines, complete.size, complete.digest),
+        });
+        let answered = Answered {
+            id: self.forward.id.clone(),
+            fence: self.fence,
+            state,
+            receipt: receipt.clone(),
+            retention: self.forward.retention,
+            external_reference,
+            reason: (!succeeded).then(|| format!("the downstream answered {}", complete.status)),
+            evidence: complete.evidence,
+        };
+        let mut caller = caller;
+        let asked = Instant::now();
+        let times = loop {
+            match self.perform.book.settle(&self.forward.tenant, answered.clone()).await {
+                Ok(times) => break times,
+                Err(why) => {
+                    tracing::warn!(operation.id = %self.forward.id, ?why, "the answer is not stored yet; trying again");
+                    if asked.elapsed() > UNRECORDED {
+                        caller.refuse(self.unrecorded());
+                    }
+                    // Nothing but the end of this process gives it up: then the outcome is unknown to everybody.
+                    tokio::time::sleep(Duration::from_millis(500)).await;
+                }
+            }
+        };
+        let Some(times) = times else {
+            return self.late(&receipt, caller).await;
+        };
+        if succeeded {
+            self.perform.metrics.committed_effect();
+        }
+        let outcome = Outcome::Settled {
+            operation: self.known(state),
+            receipt,
+            expires_at: times.expires_at,
+            serve_until: after(times.expires_at - times.settled_at),
+            replayed: false,
+        }
+        .since(asked);
+        if !matches!(&outcome, Outcome::Settled { receipt, .. } if receipt.omitted.is_some()) {
+            self.perform.replays.keep(&self.forward.tenant, &outcome);
+        }
+        caller.end(outcome);
+    }
+
+    /// The claim does not stand any more: somebody has decided, or our own commit's answer was lost. The answer changes
+    /// nothing, and is kept as evidence.
+    async fn late(self, receipt: &Receipt, caller: ToCaller) {
+        let (perform, forward) = (&self.perform, &self.forward);
+        let Ok(Some(operation)) = perform.operation(&forward.tenant, &forward.id).await else {
+            return caller.fail(self.unrecorded());
+        };
+        let outcome = Outcome::of(&operation, &forward.fingerprint);
+        let is_ours = matches!(&outcome, Outcome::Settled { receipt: stored, .. } | Outcome::NotStored { receipt: stored, .. }
+            if operation.attempt == self.fence.attempt && stored.body_sha256 == receipt.body_sha256);
+        if !is_ours {
+            let evidence = serde_json::json!({
+                "attempt": self.fence.attempt, "status": receipt.status, "size": receipt.body.len(),
+                "body_sha256": hex(&receipt.body_sha256),
+            })
+            .to_string();
+            let reason = "an answer came after the claim was lost; it changes nothing";
+            perform
+                .add_evidence(&forward.tenant, &forward.id, "late_answer", reason, &evidence)
+                .await;
+        }
+        caller.end(match outcome {
+            Outcome::Settled {
+                operation,
+                receipt,
+                expires_at,
+                serve_until,
+                ..
+            } => Outcome::Settled {
+                operation,
+                receipt,
+                expires_at,
+                serve_until,
+                replayed: !is_ours,
+            },
+            outcome => outcome,
+        });
+    }
+
+    /// Stores what follows from an attempt that brought no final answer, and tells the caller.
+    async fn without_answer(self, next: Next, event: &'static str, cause: &str, mut caller: ToCaller) {
+        let asked = Instant::now();
+        loop {
+            match self.store(next, event, cause).await {
+                Ok(true) => break,
+                Ok(false) => {
+                    let (perform, forward) = (&self.perform, &self.forward);
+                    let evidence = serde_json::json!({ "attempt": self.fence.attempt, "cause": cause }).to_string();
+                    let reason = "an attempt ended after its claim was lost; it changes nothing";
+                    perform
+                        .add_evidence(&forward.tenant, &forward.id, "late_end", reason, &evidence)
+                        .await;
+                    break;
+                }
+                Err(error) => {
+                    tracing::warn!(operation.id = %self.forward.id, error = %error, "the end of an attempt is not stored yet; trying again");
+                    if asked.elapsed() > UNRECORDED {
+                        caller.refuse(self.unrecorded());
+                    }
+                    tokio::time::sleep(Duration::from_millis(500)).await;
+                }
+            }
+        }
+        match next {
+            Next::Wait(delay) | Next::Unknown(Some(delay)) => self.perform.wake_after(&self.forward, delay),
+            Next::Settle { .. } | Next::GiveUp | Next::Unknown(None) | Next::ReadBack => {}
+        }
+        match self.perform.operation(&self.forward.tenant, &self.forward.id).await {
+            Ok(Some(operation)) => caller.end(match Outcome::of(&operation, &self.forward.fingerprint) {
+                Outcome::Accepted { operation, .. } => Outcome::Accepted {
+                    operation,
+                    repeated: false,
+                },
+                Outcome::Settled {
+                    operation,
+                    receipt,
+                    expires_at,
+                    serve_until,
+                    ..
+                } => Outcome::Settled {
+                    operation,
+                    receipt,
+                    expires_at,
+                    serve_until,
+                    replayed: false,
+                },
+                outcome => outcome,
+            }),
+            Ok(None) | Err(_) => caller.fail(self.unrecorded()),
+        }
+    }
+
+    async fn store(&self, next: Next, event: &'static str, cause: &str) -> Result<bool, crate::postgres::error::Error> {
+        let (tenant, id) = (&self.forward.tenant, &self.forward.id);
+        let actor = self.perform.actor();
+        let evidence = serde_json::json!({ "cause": cause }).to_string();
+        match next {
+            Next::Wait(delay) => {
+                self.perform
+                    .write(async |session| {
+                        plan::wait(session, tenant, id, self.fence, delay, cause, Some(&evidence)).await
+                    })
+                    .await
+            }
+            Next::GiveUp => self.perform.give_up(&self.forward, self.fence, cause).await,
+            Next::Unknown(due) => {
+                let note = Note {
+                    event,
+                    actor: &actor,
+                    reason: cause,
+                    evidence: None,
+                };
+                self.perform
+                    .write(async |session| reconciliation::unknown(session, tenant, id, self.fence, due, note).await)
+                    .await
+            }
+            // These two lead elsewhere.
+            Next::Settle { .. } | Next::ReadBack => Ok(true),
+        }
+    }
+
+    fn standing(&self) -> Standing {
+        let passed = self.claimed.elapsed();
+        Standing {
+            attempt: self.fence.attempt.unsigned_abs(),
+            age: self.age + passed,
+            since_first_send: self.since_first_send + passed,
+            repeated: self.repeated,
+        }
+    }
+
+    fn reference(&self, complete: &Complete) -> Option<String> {
+        let pointer = self.route.reference.as_ref()?;
+        let body = serde_json::from_slice(complete.body.as_deref()?).ok()?;
+        let text = match pointer.find(&body)? {
+            serde_json::Value::String(text) => text.clone(),
+            serde_json::Value::Number(number) => number.to_string(),
+            _ => return None,
+        };
+        crate::ledger::submission::is_reference(&text).then_some(text)
+    }
+
+    fn known(&self, state: StateName) -> Known {
+        Known::forwarded(&self.forward, Some(state))
+    }
+
+    fn unrecorded(&self) -> Refusal {
+        Refusal::Unrecorded {
+            operation: Box::new(self.known(StateName::Running)),
+        }
+    }
+}
+
+/// The way to the caller: one answer, or the head of one and its pieces.
+struct ToCaller {
+    reply: Option<Reply>,
+    pieces: Option<mpsc::Sender<Piece>>,
+    streaming: bool,
+}
+
+impl ToCaller {
+    fn new(reply: Option<Reply>) -> Self {
+        Self {
+            reply,
+            pieces: None,
+            streaming: false,
+        }
+    }
+
+    fn is_streaming(&self) -> bool {
+        self.streaming
+    }
+
+    /// Passes the head on; pieces follow.
+    fn begin(&mut self, operation: Known, status: u16, lines: &[(String, String)]) {
+        self.streaming = true;
+        let Some(reply) = self.reply.take() else { return };
+        let (pieces, body) = mpsc::channel(PIECES);
+        let passing = Passing {
+            operation: Some(operation),
+            status,
+            headers: lines.to_vec(),
+            body,
+        };
+        // Whoever has gone away gets no pieces.
+        if reply.send(Ok(Delivered::Passing(passing))).is_ok() {
+            self.pieces = Some(pieces);
+        }
+    }
+
+    async fn pass(&mut self, piece: Bytes) {
+        let Some(pieces) = &self.pieces else { return };
+        let sent = tokio::time::timeout(READER_PATIENCE, pieces.send(Piece::Data(piece))).await;
+        if !matches!(sent, Ok(Ok(()))) {
+            self.pieces = None;
+        }
+    }
+
+    /// The stream ends in its middle, and its reader sees that: no end comes.
+    fn cut(&mut self) {
+        self.pieces = None;
+    }
+
+    /// Ends the wait early; the operation goes on.
+    fn refuse(&mut self, refusal: Refusal) {
+        // A stream that ends well would be an acknowledgement.
+        self.cut();
+        if let Some(reply) = self.reply.take() {
+            drop(reply.send(Err(refusal)));
+        }
+    }
+
+    fn end(mut self, outcome: Outcome) {
+        if let Some(reply) = self.reply.take() {
+            drop(reply.send(Ok(Delivered::Outcome(outcome))));
+        }
+        if let Some(pieces) = self.pieces.take() {
+            // Nobody waits for a reader that does not read.
+            tokio::spawn(async move { drop(tokio::time::timeout(READER_PATIENCE, pieces.send(Piece::End)).await) });
+        }
+    }
+
+    fn fail(mut self, refusal: Refusal) {
+        self.refuse(refusal);
+    }
+}
+
+fn is_event_stream(lines: &[(String, String)]) -> bool {
+    lines.iter().any(|(name, value)| {
+        name == "content-type"
+            && value
+                .split(';')
+                .next()
+                .is_some_and(|media| media.trim().eq_ignore_ascii_case("text/event-stream"))
+    })
+}
+
+/// A number in 0..1 that nobody has to be unable to guess.
+pub fn jitter() -> f64 {
+    // 53 bits are what a double holds.
+    #[expect(clippy::cast_precision_loss, reason = "53 bits fit")]
+    let random = (getrandom::u64().unwrap_or(u64::MAX) >> 11) as f64;
+    #[expect(clippy::cast_precision_loss, reason = "a power of two")]
+    let range = (1u64 << 53) as f64;
+    random / range
+}
+
+fn hex(bytes: &[u8]) -> String {
+    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
+}

@@ -1,0 +1,297 @@
+//! `/v1/proxy/{downstream}/{*path}`: forward once, replay for ever.
+
+use std::pin::Pin;
+use std::sync::Arc;
+use std::task::{Context, Poll};
+use std::time::Duration;
+
+use axum::Router;
+use axum::body::Body;
+use axum::extract::{Request, State};
+use axum::response::Response;
+use axum::routing::{MethodRouter, get};
+use bytes::Bytes;
+use http::header::{CONTENT_TYPE, UPGRADE};
+use http::{HeaderMap, HeaderValue, Method, StatusCode};
+use http_body::Frame;
+use sha2::{Digest, Sha256};
+
+use super::App;
+use super::answer::{self, answer};
+use super::extract;
+use super::problem::{Code, Problem};
+use crate::engine::outcome::Outcome;
+use crate::engine::perform::{Delivered, Passing, Piece};
+use crate::ledger::canonical;
+use crate::ledger::fingerprint::{self, Fingerprint};
+use crate::ledger::forward::{self, Forward, PROXY_KINDS};
+use crate::ledger::key::{Caller, Role};
+use crate::ledger::operation::StateName;
+use crate::ledger::operation_id::OperationId;
+use crate::ledger::submission::MAX_DEPTH;
+use crate::outbound::downstream::{Ability, Downstream, Route};
+use crate::outbound::{headers, path, send};
+use crate::telemetry::trace::{self, TraceParent};
+
+/// How long a caller waits for a retry or a recovery that goes on by itself, unless it says otherwise.
+const PATIENCE: Duration = Duration::from_secs(20);
+
+pub fn routes() -> Router<Arc<App>> {
+    Router::new()
+        .route("/v1/proxy/{downstream}", every_method())
+        .route("/v1/proxy/{downstream}/", every_method())
+        .route("/v1/proxy/{downstream}/{*path}", every_method())
+}
+
+fn every_method() -> MethodRouter<Arc<App>> {
+    get(proxy)
+        .head(proxy)
+        .options(proxy)
+        .post(proxy)
+        .put(proxy)
+        .patch(proxy)
+        .delete(proxy)
+}
+
+async fn proxy(State(app): State<Arc<App>>, request: Request) -> Result<Response, Problem> {
+    let (parts, body) = request.into_parts();
+    let lines = &parts.headers;
+    let caller = extract::caller(&app, lines, &[Role::Agent]).await?;
+    let (downstream, rest) = downstream(&app, &caller, parts.uri.path())?;
+    if lines.contains_key(UPGRADE) {
+        let detail = "this route forwards requests and their answers; it cannot switch to another protocol (Upgrade)";
+        return Err(Problem::new(Code::RequestInvalid, detail));
+    }
+    let path_and_query = path::join(&downstream.base, rest, parts.uri.query())
+        .map_err(|refused| Problem::new(Code::RequestInvalid, format!("this path is not forwarded: {refused}")))?;
+    let route = downstream.route(&parts.method, rest).clone();
+    let is_safe = [Method::GET, Method::HEAD, Method::OPTIONS].contains(&parts.method);
+    let key = if is_safe { None } else { extract::key(lines)? };
+    if key.is_none() && !is_safe && route.key_required {
+        let detail = "send an Idempotency-Key: one key per intended action, the same on every retry";
+        return Err(Problem::new(Code::KeyMissing, detail));
+    }
+    let body = extract::body(&app, lines, body, downstream.limits.request_bytes).await?;
+    let request = send::Request {
+        method: parts.method,
+        path_and_query,
+        headers: headers::forwarded(lines),
+        body,
+    };
+    let Some(id) = key else {
+        let passing = app.perform.pass(request, downstream).await?;
+        return Ok(pass_on(passing));
+    };
+    let forward = describe(&app, &caller, lines, &downstream, &route, rest, id, request);
+    note(&forward);
+    settle(&app, forward, downstream, route, lines).await
+}
+
+/// Forwards it, and waits for what the downstream's abilities can still make of it.
+async fn settle(
+    app: &App,
+    forward: Forward,
+    downstream: Arc<Downstream>,
+    route: Arc<Route>,
+    lines: &HeaderMap,
+) -> Result<Response, Problem> {
+    let preference = extract::preference(lines);
+    let (tenant, id, fingerprint) = (forward.tenant.clone(), forward.id.clone(), forward.fingerprint);
+    let recovers = matches!(route.ability, Ability::Key { .. } | Ability::Conditional { .. });
+    let delivered = app
+        .perform
+        .deliver(forward, downstream, route, preference.respond_async)
+        .await;
+    let outcome = match delivered {
+        Ok(Delivered::Passing(passing)) => return Ok(pass_on(passing)),
+        Ok(Delivered::Outcome(outcome)) => {
+            app.intake.count(&tenant, &outcome);
+            let patience = preference.wait.or_else(|| patience(&outcome, recovers, preference.respond_async));
+            match patience {
+                Some(patience) => {
+                    app.perform
+                        .settled_within(&tenant, &id, &fingerprint, outcome, patience)
+                        .await
+                }
+                None => Ok(outcome),
+            }
+        }
+        Err(refusal) => Err(refusal),
+    };
+    app.metrics.delivered(outcome.as_ref());
+    super::operations::link(&outcome);
+    super::operations::log_mismatch(&outcome);
+    Ok(answer(outcome, preference))
+}
+
+/// Without a wish, a caller waits for what is likely to settle soon, but not for another delivery's attempt.
+fn patience(outcome: &Outcome, recovers: bool, respond_async: bool) -> Option<Duration> {
+    if respond_async {
+        return None;
+    }
+    match outcome {
+        Outcome::Unknown { .. } => recovers.then_some(PATIENCE),
+        Outcome::Accepted { operation, .. } => (operation.state == Some(StateName::RetryWait)).then_some(PATIENCE),
+        Outcome::Settled { .. }
+        | Outcome::InProgress { .. }
+        | Outcome::Mismatch { .. }
+        | Outcome::Expired { .. }
+        | Outcome::NotStored { .. }
+        | Outcome::HandlerBroken { .. } => None,
+    }
+}
+
+/// The downstream that a path names, and what follows its name; both exactly as they were sent.
+fn downstream<'a>(app: &App, caller: &Caller, path: &'a str) -> Result<(Arc<Downstream>, &'a str), Problem> {
+    let below = path.strip_prefix("/v1/proxy/").ok_or_else(Problem::not_found)?;
+    let end = below.find('/').unwrap_or(below.len());
+    let (name, rest) = below.split_at(end);
+    let downstream = app
+        .perform
+        .downstreams()
+        .get(name)
+        .cloned()
+        .ok_or_else(Problem::not_found)?;
+    if !caller.covers(&kind(name)) {
+        let detail = "this API key does not cover this downstream";
+        return Err(Problem::new(Code::Forbidden, detail));
+    }
+    Ok((downstream, rest))
+}
+
+fn kind(downstream: &str) -> String {
+    format!("{PROXY_KINDS}{downstream}")
+}
+
+#[expect(clippy::too_many_arguments, reason = "the parts of one request")]
+fn describe(
+    app: &App,
+    caller: &Caller,
+    lines: &HeaderMap,
+    downstream: &Downstream,
+    route: &Route,
+    rest: &str,
+    id: OperationId,
+    request: send::Request,
+) -> Forward {
+    let content_type = request.headers.get(CONTENT_TYPE).map(HeaderValue::as_bytes);
+    let content_type = content_type.map(headers::decode_latin1);
+    let fingerprint = fingerprint(downstream, route, content_type.as_deref(), &request);
+    let path_and_query = request.path_and_query.as_str().to_owned();
+    let payload = serde_json::json!({
+        "method": request.method.as_str(),
+        "path": path_and_query,
+        "content_type": content_type,
+        "body_bytes": request.body.len(),
+        "body_sha256": super::hex(&Sha256::digest(&request.body)),
+    });
+    Forward {
+        tenant: caller.tenant.clone(),
+        fingerprint,
+        kind: kind(&downstream.name).into(),
+        downstream: downstream.name.clone(),
+        target: format!("{} {}{rest}", request.method, downstream.name),
+        payload: payload.to_string().into(),
+        request: forward::Request {
+            method: request.method.as_str().to_owned(),
+            path_and_query,
+            headers: stored(&request.headers),
+            body: request.body,
+            downstream_key: forward::downstream_key(&caller.tenant, &id),
+        },
+        id,
+        run: None,
+        external_reference: None,
+        requested_by: caller.key_id.clone(),
+        trace_parent: TraceParent::of(lines)
+            .or_else(|| trace::current(&tracing::Span::current()))
+            .map(|parent| parent.to_string()),
+        retention: app.perform.retention(),
+    }
+}
+
+fn stored(lines: &HeaderMap) -> Vec<(String, String)> {
+    lines
+        .iter()
+        .map(|(name, value)| (name.as_str().to_owned(), headers::decode_latin1(value.as_bytes())))
+        .collect()
+}
+
+/// What makes two requests the same: the whole target, the content type, the body, and the headers that the route names.
+fn fingerprint(
+    downstream: &Downstream,
+    route: &Route,
+    content_type: Option<&str>,
+    request: &send::Request,
+) -> Fingerprint {
+    let meaningful: Vec<(&str, &[u8])> = route
+        .meaningful_headers
+        .iter()
+        .flat_map(|name| request.headers.get_all(name).iter().map(move |value| (name.as_str(), value.as_bytes())))
+        .collect();
+    // What is not JSON as we read it is compared byte by byte.
+    let document = content_type
+        .filter(|media| is_json(media))
+        .and_then(|_| canonical::parse(&request.body, MAX_DEPTH).ok());
+    let body = match &document {
+        Some(document) => fingerprint::Body::Canonical(document),
+        None => fingerprint::Body::Raw(&request.body),
+    };
+    Fingerprint::proxy(&fingerprint::ProxyRequest {
+        downstream: &downstream.name,
+        method: request.method.as_str(),
+        path_and_query: request.path_and_query.as_str(),
+        content_type,
+        body,
+        headers: &meaningful,
+    })
+}
+
+fn is_json(content_type: &str) -> bool {
+    let media = content_type.split(';').next().unwrap_or_default().trim().to_ascii_lowercase();
+    media == "application/json" || media.ends_with("+json")
+}
+
+fn note(forward: &Forward) {
+    tracing::Span::current()
+        .record("operation.id", forward.id.as_str())
+        .record("kind", &*forward.kind)
+        .record("fingerprint", tracing::field::display(&forward.fingerprint));
+}
+
+/// An answer as it comes.
+fn pass_on(passing: Passing) -> Response {
+    let Passing {
+        operation,
+        status,
+        headers: lines,
+        body,
+    } = passing;
+    let mut response = Response::new(Body::new(Pieces(body)));
+    *response.status_mut() = StatusCode::from_u16(status).unwrap_or(StatusCode::BAD_GATEWAY);
+    let headers = response.headers_mut();
+    answer::append_lines(headers, &lines);
+    if let Some(operation) = operation {
+        answer::name_operation(headers, Some(&operation.id), operation.state);
+    }
+    response
+}
+
+/// A body of pieces. If they stop without an end, the connection breaks: nobody must take it for a complete answer.
+struct Pieces(tokio::sync::mpsc::Receiver<Piece>);
+
+impl http_body::Body for Pieces {
+    type Data = Bytes;
+    type Error = std::io::Error;
+
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, std::io::Error>>> {
+        self.0.poll_recv(context).map(|piece| match piece {
+            Some(Piece::Data(bytes)) => Some(Ok(Frame::data(bytes))),
+            Some(Piece::End) => None,
+            None => Some(Err(std::io::ErrorKind::UnexpectedEof.into())),
+        })
+    }
+}
