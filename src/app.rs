@@ -18,6 +18,7 @@ use crate::engine::accounts::Accounts;
 use crate::engine::apply::{self, Apply};
 use crate::engine::deliveries::Deliveries;
 use crate::engine::intake::Intake;
+use crate::engine::perform::{self, Perform};
 use crate::engine::recovery::{self, Heartbeat};
 use crate::engine::replays::Replays;
 use crate::http::{self, App};
@@ -146,7 +147,7 @@ pub async fn handler_faults(pool: &Pool, kinds: &Kinds) -> Result<Vec<String>, D
 }
 
 fn assemble(pool: Pool, config: Config) -> Arc<App> {
-    let Config { file, kinds } = config;
+    let Config { file, kinds, downstreams } = config;
     let instance = Uuid::now_v7();
     let metrics = Arc::new(Metrics::new());
     let replays = Arc::new(Replays::new(file.limits.replay_cache_bytes));
@@ -171,6 +172,18 @@ fn assemble(pool: Pool, config: Config) -> Arc<App> {
         metrics.clone(),
         tasks.clone(),
     );
+    let perform = Perform::start(
+        pool.clone(),
+        replays.clone(),
+        metrics.clone(),
+        tasks.clone(),
+        instance,
+        perform::Settings {
+            downstreams,
+            queue: file.limits.max_queued,
+            retention: file.retention.receipts,
+        },
+    );
     let intake = Arc::new(Intake {
         pool: pool.clone(),
         apply,
@@ -183,6 +196,7 @@ fn assemble(pool: Pool, config: Config) -> Arc<App> {
     });
     Arc::new(App {
         intake,
+        perform,
         accounts: Accounts::new(pool.clone()),
         deliveries,
         pool,
@@ -210,6 +224,7 @@ fn run(app: Arc<App>, listener: TcpListener, address: SocketAddr, config_path: O
     let settings = app.recovery;
     background.spawn(recovery::keep_sweeping(
         app.intake.clone(),
+        app.perform.clone(),
         settings,
         stop_sweeping.clone(),
     ));
@@ -272,6 +287,7 @@ impl Running {
         }
         let count = config.kinds.iter().count();
         self.app.intake.replace_kinds(config.kinds);
+        self.app.perform.replace_downstreams(config.downstreams);
         Ok(count)
     }
 
@@ -283,6 +299,7 @@ impl Running {
         self.stop_serving.cancel();
         let connections = self.server.await.unwrap_or(0);
         self.app.intake.apply.close();
+        self.app.perform.close();
         self.tasks.close();
         let operations = match tokio::time::timeout_at(until, self.tasks.wait()).await {
             Ok(()) => 0,

@@ -301,6 +301,7 @@ pub enum Error {
 pub struct Config {
     pub file: File,
     pub kinds: Kinds,
+    pub downstreams: crate::outbound::downstream::Downstreams,
 }
 
 /// Reads the file and everything it names.
@@ -321,7 +322,7 @@ pub fn load(path: &Path) -> Result<Config, Error> {
         .iter()
         .map(|(name, settings)| settings.kind(name, base, &file).map_err(|problem| problem.at(path)))
         .collect::<Result<Kinds, Error>>()?;
-    Ok(Config { file, kinds })
+    Ok(Config { file, kinds, downstreams: Default::default() })
 }
 
 impl File {

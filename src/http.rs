@@ -1,9 +1,11 @@
 //! The edge: the route table, and what every request passes through.
 
 pub mod answer;
+pub mod decisions;
 pub mod extract;
 pub mod health;
 pub mod keys;
+pub mod members;
 pub mod operations;
 pub mod problem;
 pub mod proxy;
@@ -68,6 +70,7 @@ impl App {
 pub fn router(app: Arc<App>) -> Router {
     Router::new()
         .merge(operations::routes())
+        .merge(decisions::routes())
         .merge(keys::routes())
         .merge(proxy::routes())
         .merge(health::routes())

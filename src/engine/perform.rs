@@ -9,6 +9,7 @@ mod book;
 mod decide;
 mod proof;
 mod recover;
+pub mod resolve;
 
 use std::sync::{Arc, PoisonError, RwLock};
 use std::time::Duration;
@@ -24,7 +25,6 @@ use uuid::Uuid;
 use self::attempt::{Attempt, Reply};
 use self::book::{Book, Claim, Unwritten};
 use self::recover::TakingUp;
-use super::deliveries::Deliveries;
 use super::intake::refusal;
 use super::outcome::{Known, Outcome, Refusal};
 use super::replays::Replays;
@@ -77,7 +77,6 @@ pub struct Perform {
     pub pool: Pool,
     pub outbound: Outbound,
     pub replays: Arc<Replays>,
-    pub deliveries: Arc<Deliveries>,
     pub metrics: Arc<Metrics>,
     pub tasks: TaskTracker,
     pub instance: Uuid,
@@ -91,7 +90,6 @@ impl Perform {
     pub fn start(
         pool: Pool,
         replays: Arc<Replays>,
-        deliveries: Arc<Deliveries>,
         metrics: Arc<Metrics>,
         tasks: TaskTracker,
         instance: Uuid,
@@ -102,7 +100,6 @@ impl Perform {
             pool,
             outbound: Outbound::default(),
             replays,
-            deliveries,
             metrics,
             tasks,
             instance,
@@ -270,7 +267,7 @@ impl Perform {
             instance: self.instance,
         };
         match self.book.claim(forward.clone()).await {
-            Ok(Claim::Won(_)) => {}
+            Ok(Claim::Won) => {}
             Ok(Claim::Lost(operation)) => {
                 let outcome = Outcome::of(&operation, &forward.fingerprint);
                 return drop(reply.send(Ok(Delivered::Outcome(outcome))));
@@ -297,6 +294,7 @@ impl Perform {
             age: Duration::ZERO,
             since_first_send: Duration::ZERO,
             repeated: false,
+            earlier_attempts: 0,
         };
         if respond_async {
             let operation = Known::forwarded(&forward, Some(StateName::Running));

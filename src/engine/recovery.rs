@@ -127,6 +127,7 @@ pub async fn sweep(intake: &Arc<Intake>, perform: &Arc<Perform>, lease: Duration
         let mut session = intake.pool.reader(LIMITS).await?;
         let abandoned = plan::abandoned(&mut session, &tenant, lease, TAKE_OVER).await?;
         session.finish().await?;
+        perform.follow_compensations(&tenant).await?;
         for Abandoned { id, seen, downstream } in abandoned {
             let taken_over = match (downstream, seen.state) {
                 (false, _) => take_over(intake, &tenant, &id, seen).await,

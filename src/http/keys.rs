@@ -13,10 +13,11 @@ use serde::Serialize;
 use super::App;
 use super::answer;
 use super::extract::{self, Segment};
+use super::members::{members, parsed, text, unknown};
 use super::problem::{Code, Problem};
 use super::query::{self, Parameters};
 use crate::engine::intake::refusal;
-use crate::ledger::canonical::{self, Node, Value};
+use crate::ledger::canonical::{Node, Value};
 use crate::ledger::key::{self, Change, Key, NewKey, Role, Secret};
 use crate::ledger::kind::is_kind_name;
 use crate::ledger::receipt::format_time;
@@ -145,10 +146,6 @@ fn well_formed(key_id: &str) -> Result<&str, Problem> {
     if good { Ok(key_id) } else { Err(Problem::not_found()) }
 }
 
-fn parsed(body: &[u8]) -> Result<Node<'_>, Problem> {
-    canonical::parse(body, 8).map_err(|invalid| Problem::member(invalid.pointer, invalid.reason.to_string()))
-}
-
 fn new_key(body: &Node<'_>) -> Result<NewKey, Problem> {
     let mut role = None;
     let mut label = None;
@@ -193,20 +190,6 @@ fn changes(body: &Node<'_>) -> Result<Change, Problem> {
     Ok(change)
 }
 
-fn members<'a>(body: &'a Node<'a>) -> Result<impl Iterator<Item = (&'a str, &'a Node<'a>)>, Problem> {
-    match body.value() {
-        Value::Object(members) => Ok(members.iter().map(|(name, value)| (name.as_ref(), value))),
-        _ => Err(Problem::member("", "the body must be a JSON object")),
-    }
-}
-
-fn text<'a>(pointer: &str, node: &'a Node<'a>) -> Result<&'a str, Problem> {
-    match node.value() {
-        Value::String(text) => Ok(text),
-        _ => Err(Problem::member(pointer, "must be a string")),
-    }
-}
-
 fn label_of(node: &Node<'_>) -> Result<String, Problem> {
     let label = text("/label", node)?;
     if !(1..=200).contains(&label.chars().count()) || label.chars().any(char::is_control) {
@@ -242,12 +225,6 @@ fn kinds_of(node: &Node<'_>) -> Result<Option<Vec<String>>, Problem> {
         kinds.push(name.to_owned());
     }
     Ok(Some(kinds))
-}
-
-fn unknown(name: &str) -> Problem {
-    let shown: String = name.chars().take(60).collect();
-    let pointer = format!("/{}", shown.replace('~', "~0").replace('/', "~1"));
-    Problem::member(pointer, "there is no such member; remove it or correct its name")
 }
 
 #[derive(Serialize)]

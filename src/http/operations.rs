@@ -21,6 +21,7 @@ use super::problem::{Code, Problem};
 use super::query::{self, Parameters};
 use crate::engine::intake::NotCancelled;
 use crate::engine::outcome::{Outcome, Refusal};
+use crate::ledger::compensation::{self, Link};
 use crate::ledger::fingerprint::Fingerprint;
 use crate::ledger::key::{Caller, Role};
 use crate::ledger::kind::is_kind_name;
@@ -219,7 +220,7 @@ async fn read(State(app): State<Arc<App>>, id: Segment, headers: HeaderMap) -> R
 }
 
 /// The operation with its history.
-async fn document(app: &App, caller: &Caller, id: &OperationId) -> Result<Response, Problem> {
+pub async fn document(app: &App, caller: &Caller, id: &OperationId) -> Result<Response, Problem> {
     let found = app
         .intake
         .read(async |session| {
@@ -227,16 +228,17 @@ async fn document(app: &App, caller: &Caller, id: &OperationId) -> Result<Respon
                 return Ok(None);
             };
             let history = read::history(session, &caller.tenant, id, summary.version).await?;
-            Ok(Some((summary, history)))
+            let links = compensation::links(session, &caller.tenant, id).await?;
+            Ok(Some((summary, history, links)))
         })
         .await?;
-    let Some((summary, history)) = found else {
+    let Some((summary, history, links)) = found else {
         return Err(Problem::not_found());
     };
     covered(caller, &summary.kind)?;
     let state = summary.state;
     let expires = summary.receipt_expires_at.map(format_time);
-    let mut response = answer::json(StatusCode::OK, &Document::with_history(app, caller, summary, history));
+    let mut response = answer::json(StatusCode::OK, &Document::with_history(app, caller, summary, history, links));
     answer::name_operation(response.headers_mut(), Some(id), Some(state));
     if let Some(expires) = expires {
         answer::insert(response.headers_mut(), answer::RECEIPT_EXPIRES, &expires);
@@ -474,7 +476,7 @@ struct Document {
     settled_at: Option<String>,
     receipt_expires_at: Option<String>,
     receipt: Option<ReceiptDocument>,
-    links: [(); 0],
+    links: Vec<LinkDocument>,
     #[serde(skip_serializing_if = "Option::is_none")]
     history: Option<Vec<Event>>,
 }
@@ -485,6 +487,12 @@ struct ReceiptDocument {
     headers: Option<Box<RawValue>>,
     body_sha256: String,
     size: i64,
+}
+
+#[derive(Serialize)]
+struct LinkDocument {
+    relation: String,
+    operation_id: String,
 }
 
 #[derive(Serialize)]
@@ -522,13 +530,13 @@ impl Document {
                 body_sha256: receipt.body_sha256,
                 size: receipt.size,
             }),
-            links: [],
+            links: Vec::new(),
             history: None,
             operation_id: summary.operation_id,
         }
     }
 
-    fn with_history(app: &App, caller: &Caller, summary: Summary, history: Vec<Change>) -> Self {
+    fn with_history(app: &App, caller: &Caller, summary: Summary, history: Vec<Change>, links: Vec<Link>) -> Self {
         let events = history.into_iter().map(|change| Event {
             at: format_time(change.at),
             event: change.event,
@@ -540,6 +548,13 @@ impl Document {
         });
         Self {
             history: Some(events.collect()),
+            links: links
+                .into_iter()
+                .map(|link| LinkDocument {
+                    relation: link.relation,
+                    operation_id: link.operation_id,
+                })
+                .collect(),
             ..Self::new(app, caller, summary)
         }
     }

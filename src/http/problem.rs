@@ -29,6 +29,7 @@ pub enum Code {
     OperationInProgress,
     OutcomeUnknown,
     StateConflict,
+    ResolutionTooEarly,
     ReceiptExpired,
     ResponseNotStored,
     TooLarge,
@@ -66,6 +67,7 @@ impl Code {
                 false,
                 "The operation's state does not allow that",
             ),
+            Self::ResolutionTooEarly => ("resolution-too-early", 409, true, "It is too early to decide that"),
             Self::ReceiptExpired => ("receipt-expired", 410, false, "The receipt has expired"),
             Self::ResponseNotStored => ("response-not-stored", 410, false, "The answer was too large to store"),
             Self::TooLarge => ("too-large", 413, false, "The body is too large"),
@@ -352,7 +354,7 @@ impl IntoResponse for Problem {
         let headers = response.headers_mut();
         headers.insert(CONTENT_TYPE, HeaderValue::from_static("application/problem+json"));
         if let Some(delay) = self.retry_after {
-            headers.insert(RETRY_AFTER, HeaderValue::from(delay.as_secs().max(1)));
+            headers.insert(RETRY_AFTER, HeaderValue::from(delay.as_millis().div_ceil(1000).clamp(1, u128::from(u32::MAX)) as u64));
         }
         if self.code == Code::Unauthenticated {
             headers.insert(WWW_AUTHENTICATE, HeaderValue::from_static(r#"Bearer realm="opledger""#));

@@ -195,7 +195,7 @@ fn describe(
         request: forward::Request {
             method: request.method.as_str().to_owned(),
             path_and_query,
-            headers: stored(&request.headers),
+            headers: headers::lines(&request.headers),
             body: request.body,
             downstream_key: forward::downstream_key(&caller.tenant, &id),
         },
@@ -208,13 +208,6 @@ fn describe(
             .map(|parent| parent.to_string()),
         retention: app.perform.retention(),
     }
-}
-
-fn stored(lines: &HeaderMap) -> Vec<(String, String)> {
-    lines
-        .iter()
-        .map(|(name, value)| (name.as_str().to_owned(), headers::decode_latin1(value.as_bytes())))
-        .collect()
 }
 
 /// What makes two requests the same: the whole target, the content type, the body, and the headers that the route names.

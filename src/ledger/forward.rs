@@ -278,8 +278,10 @@ pub struct Stored {
     pub requested_by: String,
     pub trace_parent: Option<String>,
     pub request: Request,
-    /// Time since the id was claimed, by the database's clock.
+    /// Time since the id was claimed, or since a person allowed new attempts, by the database's clock.
     pub age: Duration,
+    /// Attempts before that.
+    pub earlier_attempts: i32,
     /// Time since the first send; `None` before it.
     pub since_first_send: Option<Duration>,
     /// Time since the latest send.
@@ -321,13 +323,18 @@ pub async fn stored(session: &mut Session, tenant: &Tenant, id: &OperationId) ->
         r#"
         select o.kind, o.fingerprint, o.downstream as "downstream!", o.target, o.payload as "payload!", o.state,
                o.attempt, o.version, o.requested_by, o.trace_parent, r.method, r.path_and_query, r.headers::text as "headers!", r.body, r.downstream_key,
-               extract(epoch from clock_timestamp() - o.created_at)::float8 as "age!",
+               extract(epoch from clock_timestamp() - coalesce(allowed.at, o.created_at))::float8 as "age!",
+               coalesce(allowed.attempt, 0) as "earlier_attempts!",
                extract(epoch from clock_timestamp() - r.sent_at)::float8 as since_first,
                extract(epoch from clock_timestamp() - (
                    select max(h.at) from ledger.history h
                    where h.tenant_id = $1 and h.operation_id = $2 and h.event = 'claimed'))::float8 as since_last
         from ledger.operations o
         join ledger.requests r on r.tenant_id = o.tenant_id and r.operation_id = o.operation_id
+        left join lateral (
+            select h.at, h.attempt from ledger.history h
+            where h.tenant_id = $1 and h.operation_id = $2 and h.event = 'resolved' and h.state = 'retry_wait'
+            order by h.version desc limit 1) allowed on true
         where o.tenant_id = $1 and o.operation_id = $2 and o.downstream is not null and o.payload is not null
         "#,
         tenant.as_str(),
@@ -359,6 +366,7 @@ pub async fn stored(session: &mut Session, tenant: &Tenant, id: &OperationId) ->
                 downstream_key: row.downstream_key,
             },
             age: seconds(row.age),
+            earlier_attempts: row.earlier_attempts,
             since_first_send: row.since_first.map(seconds),
             since_last_send: row.since_last.map(seconds),
         })

@@ -5,6 +5,7 @@
 
 pub mod canonical;
 pub mod claim;
+pub mod compensation;
 pub mod delivery;
 pub mod fingerprint;
 pub mod forward;

@@ -80,9 +80,9 @@ pub struct Settled<'a> {
     pub settled_at: OffsetDateTime,
 }
 
-/// What a receipt says of an operation that a downstream never acted on.
+/// What a receipt of ours says of an operation whose downstream's answer is not known.
 #[derive(Debug, Clone, Copy)]
-pub struct Failed<'a> {
+pub struct Unanswered<'a> {
     pub id: &'a OperationId,
     pub kind: &'a str,
     pub fingerprint: &'a Fingerprint,
@@ -178,8 +178,32 @@ impl Receipt {
         Self::json(422, "application/problem+json", &body)
     }
 
+    /// 200: a person has found that it acted; the downstream's own answer is not known.
+    pub fn resolved(operation: Unanswered<'_>, reason: &str) -> Self {
+        #[derive(Serialize)]
+        struct Body<'a> {
+            operation_id: &'a str,
+            kind: &'a str,
+            state: &'static str,
+            fingerprint: &'a Fingerprint,
+            attempt: i32,
+            result: Option<()>,
+            resolution: &'a str,
+        }
+        let body = Body {
+            operation_id: operation.id.as_str(),
+            kind: operation.kind,
+            state: StateName::Succeeded.as_str(),
+            fingerprint: operation.fingerprint,
+            attempt: operation.attempt,
+            result: None,
+            resolution: reason,
+        };
+        Self::json(200, "application/json", &body)
+    }
+
     /// 422: it did not act and will not be tried again.
-    pub fn gave_up(failed: Failed<'_>, detail: &str) -> Self {
+    pub fn gave_up(operation: Unanswered<'_>, detail: &str) -> Self {
         #[derive(Serialize)]
         struct Body<'a> {
             r#type: &'static str,
@@ -203,12 +227,12 @@ impl Receipt {
             code: "operation-failed",
             detail,
             retryable: false,
-            operation_id: failed.id.as_str(),
-            operation_url: failed.id.url(),
-            kind: failed.kind,
+            operation_id: operation.id.as_str(),
+            operation_url: operation.id.url(),
+            kind: operation.kind,
             state: StateName::Failed.as_str(),
-            fingerprint: failed.fingerprint,
-            attempt: failed.attempt,
+            fingerprint: operation.fingerprint,
+            attempt: operation.attempt,
             result: None,
         };
         Self::json(422, "application/problem+json", &body)

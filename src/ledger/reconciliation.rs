@@ -241,7 +241,8 @@ pub struct Ending<'a> {
 }
 
 /// Settles an operation in the state and version that was seen, with its receipt: by a look-up's proof, by a person, or
-/// because attempts are used up. `None` if it has changed since.
+/// because attempts are used up. `None` if it has changed since. A receipt that is there already, because the operation
+/// had succeeded before its reversal failed, stays as it is: nobody is ever given another.
 pub async fn settle(
     session: &mut Session,
     tenant: &Tenant,
@@ -255,7 +256,9 @@ pub async fn settle(
         with settled as (
             update ledger.operations
             set state = $5, due_at = null, version = version + 1, settled_at = statement_timestamp(),
-                receipt_expires_at = statement_timestamp() + $6::float8 * interval '1 millisecond',
+                receipt_expires_at = coalesce(
+                    (select r.expires_at from ledger.receipts r where r.tenant_id = $1 and r.operation_id = $2),
+                    statement_timestamp() + $6::float8 * interval '1 millisecond'),
                 external_reference = coalesce($7, external_reference)
             where tenant_id = $1 and operation_id = $2 and state = $3 and version = $4
             returning tenant_id, operation_id, version, attempt, settled_at, receipt_expires_at
@@ -263,6 +266,7 @@ pub async fn settle(
             insert into ledger.receipts (
                 tenant_id, operation_id, status, headers, body, body_sha256, omitted_bytes, expires_at)
             select tenant_id, operation_id, $8, $9::text::jsonb, $10, $11, $12, receipt_expires_at from settled
+            on conflict (tenant_id, operation_id) do nothing
         ), noted as (
             insert into ledger.history (
                 tenant_id, operation_id, version, at, event, state, actor, attempt, reason, evidence)

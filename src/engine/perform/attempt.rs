@@ -46,6 +46,8 @@ pub struct Attempt {
     pub since_first_send: Duration,
     /// An earlier attempt ended unknown.
     pub repeated: bool,
+    /// Attempts before a person allowed new ones; they do not count against the limit.
+    pub earlier_attempts: i32,
 }
 
 /// A complete answer that was read to its end.
@@ -360,7 +362,7 @@ impl Attempt {
     fn standing(&self) -> Standing {
         let passed = self.claimed.elapsed();
         Standing {
-            attempt: self.fence.attempt.unsigned_abs(),
+            attempt: (self.fence.attempt - self.earlier_attempts).unsigned_abs(),
             age: self.age + passed,
             since_first_send: self.since_first_send + passed,
             repeated: self.repeated,

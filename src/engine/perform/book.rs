@@ -38,8 +38,8 @@ const WRITERS: usize = 2;
 /// What came of a claim.
 #[derive(Debug)]
 pub enum Claim {
-    /// It is ours, since then, and committed.
-    Won(OffsetDateTime),
+    /// It is ours, and committed.
+    Won,
     /// The id is known.
     Lost(Box<Operation>),
     /// A rival's claim is not committed yet.
@@ -277,7 +277,7 @@ fn answer(group: Vec<Entry>, mut written: Written) {
         match entry {
             Entry::Claim { reply, .. } => {
                 let claim = match (written.claimed.remove(&id), written.known.remove(&id)) {
-                    (Some(at), _) => Claim::Won(at),
+                    (Some(_), _) => Claim::Won,
                     (None, Some(operation)) => Claim::Lost(Box::new(operation)),
                     // Gone again between the two statements.
                     (None, None) => Claim::Contended,

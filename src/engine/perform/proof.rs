@@ -4,7 +4,6 @@ use std::sync::Arc;
 
 use bytes::{Bytes, BytesMut};
 use http::header::ACCEPT;
-use http::uri::PathAndQuery;
 use http::{HeaderMap, HeaderValue, Method, StatusCode};
 use serde_json::Value;
 
@@ -66,9 +65,9 @@ impl Perform {
             key: &forward.request.downstream_key,
             payload: &payload,
         };
-        let path = probe.path.fill_path(&values).map_err(|missing| missing.to_string())?;
-        let path = format!("{}{path}", downstream.base.path);
-        let path_and_query = PathAndQuery::try_from(path).map_err(|error| error.to_string())?;
+        let path_and_query = probe
+            .path_and_query(&downstream.base, &values)
+            .map_err(|missing| missing.to_string())?;
         let mut lines = HeaderMap::new();
         lines.insert(ACCEPT, HeaderValue::from_static("application/json"));
         let request = send::Request {
@@ -101,22 +100,11 @@ async fn judge(downstream: &Downstream, answer: Answer, probe: &Probe, values: &
     let lines = headers::replayed(downstream, &answer.headers);
     let body = whole(answer).await?;
     let document: Value = serde_json::from_slice(&body).map_err(|error| format!("the look-up's answer is not JSON: {error}"))?;
-    let object = match probe.found.find(&document) {
-        None | Some(Value::Null) => return Ok(Found::Nothing),
-        Some(Value::Array(list)) if list.is_empty() => return Ok(Found::Nothing),
-        Some(object) => object,
+    let Some(object) = probe.found(&document) else {
+        return Ok(Found::Nothing);
     };
-    for (member, expected) in &probe.ours {
-        let expected = expected.fill(values).map_err(|missing| missing.to_string())?;
-        let same = match member.find(&document) {
-            Some(Value::String(text)) => *text == expected,
-            Some(Value::Number(number)) => number.to_string() == expected,
-            Some(Value::Bool(truth)) => truth.to_string() == expected,
-            Some(Value::Null | Value::Array(_) | Value::Object(_)) | None => false,
-        };
-        if !same {
-            return Ok(Found::Foreign);
-        }
+    if !probe.is_ours(&document, values).map_err(|missing| missing.to_string())? {
+        return Ok(Found::Foreign);
     }
     let whole_answer = std::ptr::eq(object, &document);
     Ok(Found::Ours(Object {

@@ -13,6 +13,7 @@ use super::attempt::{Attempt, jitter};
 use super::decide::{self, Standing};
 use super::proof::{Found, Object};
 use super::{Perform, Tenant};
+use crate::ledger::compensation;
 use crate::ledger::forward::{self, Forward, Stored};
 use crate::ledger::operation::StateName;
 use crate::ledger::operation_id::OperationId;
@@ -137,6 +138,18 @@ impl Perform {
         Ok(lapsed)
     }
 
+    /// Tells operations that are being undone what became of their reversals.
+    pub async fn follow_compensations(&self, tenant: &Tenant) -> Result<(), Error> {
+        let actor = self.actor();
+        let told = self
+            .write(async |session| compensation::follow(session, tenant, &actor).await)
+            .await?;
+        if told > 0 {
+            tracing::info!(operations = told, "compensations have ended");
+        }
+        Ok(())
+    }
+
     pub(super) async fn stored(&self, tenant: &Tenant, id: &OperationId) -> Result<Option<Stored>, Error> {
         let mut session = self.pool.reader(super::LIMITS).await?;
         let stored = forward::stored(&mut session, tenant, id).await?;
@@ -146,11 +159,7 @@ impl Perform {
 
     /// `None` if its downstream is not configured, or is elsewhere now.
     fn case(&self, stored: Stored) -> Option<Case> {
-        let downstream = self.downstreams().get(&stored.downstream)?.clone();
-        let path_and_query = stored.request.path_and_query.strip_prefix(&downstream.base.path)?;
-        let path = path_and_query.split('?').next().unwrap_or_default();
-        let method = http::Method::from_bytes(stored.request.method.as_bytes()).ok()?;
-        let route = downstream.route(&method, path).clone();
+        let (downstream, route) = self.declared(&stored)?;
         let forward = Arc::new(stored.forward(self.retention()));
         Some(Case {
             stored,
@@ -451,7 +460,7 @@ async fn settle_failed(
     actor: &str,
 ) -> Result<bool, Error> {
     let receipt = Receipt::gave_up(
-        receipt::Failed {
+        receipt::Unanswered {
             id: &forward.id,
             kind: &forward.kind,
             fingerprint: &forward.fingerprint,
@@ -479,7 +488,7 @@ impl Case {
     fn standing(&self) -> Standing {
         let passed = self.read.elapsed();
         Standing {
-            attempt: self.stored.attempt.unsigned_abs(),
+            attempt: (self.stored.attempt - self.stored.earlier_attempts).unsigned_abs(),
             age: self.stored.age + passed,
             since_first_send: self.stored.since_first_send.unwrap_or_default() + passed,
             repeated: false,
@@ -506,6 +515,7 @@ impl Case {
             fence,
             claimed: self.read,
             repeated,
+            earlier_attempts: self.stored.earlier_attempts,
         }
     }
 }
