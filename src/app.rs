@@ -147,7 +147,7 @@ pub async fn handler_faults(pool: &Pool, kinds: &Kinds) -> Result<Vec<String>, D
 }
 
 fn assemble(pool: Pool, config: Config) -> Arc<App> {
-    let Config { file, kinds, downstreams } = config;
+    let Config { file, kinds, declared } = config;
     let instance = Uuid::now_v7();
     let metrics = Arc::new(Metrics::new());
     let replays = Arc::new(Replays::new(file.limits.replay_cache_bytes));
@@ -179,7 +179,7 @@ fn assemble(pool: Pool, config: Config) -> Arc<App> {
         tasks.clone(),
         instance,
         perform::Settings {
-            downstreams,
+            declared,
             queue: file.limits.max_queued,
             retention: file.retention.receipts,
         },
@@ -287,7 +287,7 @@ impl Running {
         }
         let count = config.kinds.iter().count();
         self.app.intake.replace_kinds(config.kinds);
-        self.app.perform.replace_downstreams(config.downstreams);
+        self.app.perform.replace(config.declared);
         Ok(count)
     }
 

@@ -9,6 +9,7 @@ use std::time::Duration;
 use clap::Args;
 use serde::{Deserialize, Deserializer};
 
+use crate::engine::perform::Declared;
 use crate::ledger::kind::{Handler, Kind, Kinds, is_kind_name};
 use crate::postgres::pool;
 use crate::telemetry::{LogFormat, trace};
@@ -301,7 +302,7 @@ pub enum Error {
 pub struct Config {
     pub file: File,
     pub kinds: Kinds,
-    pub downstreams: crate::outbound::downstream::Downstreams,
+    pub declared: Declared,
 }
 
 /// Reads the file and everything it names.
@@ -322,7 +323,7 @@ pub fn load(path: &Path) -> Result<Config, Error> {
         .iter()
         .map(|(name, settings)| settings.kind(name, base, &file).map_err(|problem| problem.at(path)))
         .collect::<Result<Kinds, Error>>()?;
-    Ok(Config { file, kinds, downstreams: Default::default() })
+    Ok(Config { file, kinds, declared: Declared::default() })
 }
 
 impl File {

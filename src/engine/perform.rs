@@ -7,11 +7,12 @@
 mod attempt;
 mod book;
 mod decide;
+pub mod kinds;
 mod proof;
 mod recover;
 pub mod resolve;
 
-use std::sync::{Arc, PoisonError, RwLock};
+use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard};
 use std::time::Duration;
 
 use bytes::Bytes;
@@ -23,6 +24,7 @@ use tokio_util::task::TaskTracker;
 use uuid::Uuid;
 
 use self::attempt::{Attempt, Reply};
+use self::kinds::DownstreamKinds;
 use self::book::{Book, Claim, Unwritten};
 use self::recover::TakingUp;
 use super::intake::refusal;
@@ -80,7 +82,7 @@ pub struct Perform {
     pub metrics: Arc<Metrics>,
     pub tasks: TaskTracker,
     pub instance: Uuid,
-    downstreams: RwLock<Arc<Downstreams>>,
+    declared: RwLock<Declared>,
     book: Arc<Book>,
     taking_up: TakingUp,
     retention: Duration,
@@ -103,7 +105,7 @@ impl Perform {
             metrics,
             tasks,
             instance,
-            downstreams: RwLock::new(Arc::new(settings.downstreams)),
+            declared: RwLock::new(settings.declared),
             book,
             taking_up: TakingUp::default(),
             retention: settings.retention,
@@ -112,12 +114,21 @@ impl Perform {
 
     /// The downstreams as they are configured now.
     pub fn downstreams(&self) -> Arc<Downstreams> {
-        self.downstreams.read().unwrap_or_else(PoisonError::into_inner).clone()
+        self.read_declared().downstreams.clone()
     }
 
-    /// Puts another configuration's downstreams in place; requests under way keep theirs.
-    pub fn replace_downstreams(&self, downstreams: Downstreams) {
-        *self.downstreams.write().unwrap_or_else(PoisonError::into_inner) = Arc::new(downstreams);
+    /// The kinds that downstreams perform, as they are configured now.
+    pub fn kinds(&self) -> Arc<DownstreamKinds> {
+        self.read_declared().kinds.clone()
+    }
+
+    /// Puts another configuration's downstreams and kinds in place; requests under way keep theirs.
+    pub fn replace(&self, declared: Declared) {
+        *self.declared.write().unwrap_or_else(PoisonError::into_inner) = declared;
+    }
+
+    fn read_declared(&self) -> RwLockReadGuard<'_, Declared> {
+        self.declared.read().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// How long receipts of proxied requests are kept.
@@ -368,9 +379,16 @@ impl Perform {
     }
 }
 
+/// What a configuration declares.
+#[derive(Debug, Clone, Default)]
+pub struct Declared {
+    pub downstreams: Arc<Downstreams>,
+    pub kinds: Arc<DownstreamKinds>,
+}
+
 /// What `Perform::start` is given by the configuration.
 pub struct Settings {
-    pub downstreams: Downstreams,
+    pub declared: Declared,
     /// Most claims that wait to be written.
     pub queue: usize,
     /// How long receipts of proxied requests are kept.

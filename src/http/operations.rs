@@ -18,18 +18,21 @@ use super::App;
 use super::answer::{self, answer};
 use super::extract::{self, Segment};
 use super::problem::{Code, Problem};
+use super::proxy;
 use super::query::{self, Parameters};
 use crate::engine::intake::NotCancelled;
 use crate::engine::outcome::{Outcome, Refusal};
 use crate::ledger::compensation::{self, Link};
 use crate::ledger::fingerprint::Fingerprint;
+use crate::ledger::forward::Forward;
 use crate::ledger::key::{Caller, Role};
-use crate::ledger::kind::is_kind_name;
+use crate::ledger::kind::{SchemaViolation, is_kind_name};
 use crate::ledger::operation::{Operation, StateName};
 use crate::ledger::operation_id::OperationId;
 use crate::ledger::read::{self, Change, Filter, Place, Summary};
 use crate::ledger::receipt::format_time;
 use crate::ledger::submission::{self, Envelope, Invalid, Mode, Submission};
+use crate::outbound::downstream::{Downstream, Route};
 use crate::telemetry::trace::{self, TraceParent};
 
 const READERS: [Role; 3] = [Role::Agent, Role::Approver, Role::Operator];
@@ -50,9 +53,12 @@ async fn submit(State(app): State<Arc<App>>, headers: HeaderMap, body: Body) -> 
     let body = extract::json_body(&app, &headers, body).await?;
     let preference = extract::preference(&headers);
     let outcome = match admit(&app, &caller, key, &headers, &body) {
-        Ok((submission, mode)) => {
+        Ok(Admitted::Function(submission, mode)) => {
             note(&submission);
             app.intake.submit(submission, mode, preference).await
+        }
+        Ok(Admitted::Downstream(forward, downstream, route)) => {
+            return proxy::settle(&app, forward, downstream, route, &headers).await;
         }
         // It could not run as a new operation; but if its id is known, the caller is told what became of it: a retry
         // must not be refused because the schema was tightened since.
@@ -71,6 +77,12 @@ async fn submit(State(app): State<Arc<App>>, headers: HeaderMap, body: Body) -> 
     link(&outcome);
     log_mismatch(&outcome);
     Ok(answer(outcome, preference))
+}
+
+/// A submission, by what performs it.
+enum Admitted {
+    Function(Submission, Mode),
+    Downstream(Forward, Arc<Downstream>, Arc<Route>),
 }
 
 /// Why a request is no submission.
@@ -98,7 +110,7 @@ fn admit(
     key: Option<OperationId>,
     headers: &HeaderMap,
     body: &[u8],
-) -> Result<(Submission, Mode), Unfit> {
+) -> Result<Admitted, Unfit> {
     let body = submission::parse(body).map_err(invalid)?;
     let envelope = Envelope::read(&body).map_err(invalid)?;
     let id = agreed(key, envelope.operation_id)?;
@@ -114,18 +126,50 @@ fn admit(
         fingerprint,
         problem: Box::new(problem.about(&id)),
     };
+    let violated = |violation: SchemaViolation| {
+        rejected(Problem::payload(
+            format!("/payload{}", violation.pointer),
+            violation.detail,
+        ))
+    };
+    if let Some(kind) = app.perform.kinds().get(envelope.kind) {
+        kind.validate(envelope.payload).map_err(violated)?;
+        if envelope.mode == Mode::Plan {
+            let detail = "operations of this kind are performed by a downstream and cannot be planned";
+            return Err(rejected(Problem::payload("/mode", detail)));
+        }
+        let downstream = app.perform.downstreams().get(&kind.downstream).cloned();
+        let downstream = downstream.ok_or_else(Problem::not_found)?;
+        let request = kind
+            .request(&downstream, &caller.tenant, &id, &canonical)
+            .map_err(|cause| rejected(Problem::payload("/payload", cause)))?;
+        let path = request.path_and_query.strip_prefix(&downstream.base.path).unwrap_or_default();
+        let method = http::Method::from_bytes(request.method.as_bytes()).unwrap_or_default();
+        let route = downstream.route(&method, path.split('?').next().unwrap_or_default()).clone();
+        let forward = Forward {
+            tenant: caller.tenant.clone(),
+            kind: kind.name.clone(),
+            fingerprint,
+            downstream: downstream.name.clone(),
+            target: format!("{} {}{path}", request.method, downstream.name),
+            payload: envelope.payload.raw().into(),
+            request,
+            run: envelope.run,
+            external_reference: envelope.external_reference,
+            requested_by: caller.key_id.clone(),
+            trace_parent: trace_parent(headers),
+            retention: kind.retention,
+            id,
+        };
+        return Ok(Admitted::Downstream(forward, downstream, route));
+    }
     let Some(kind) = app.intake.kinds().get(envelope.kind).cloned() else {
         return Err(rejected(Problem::payload(
             "/kind",
             "there is no such kind; ask the operator which are registered",
         )));
     };
-    kind.validate(envelope.payload).map_err(|violation| {
-        rejected(Problem::payload(
-            format!("/payload{}", violation.pointer),
-            violation.detail,
-        ))
-    })?;
+    kind.validate(envelope.payload).map_err(violated)?;
     let submission = Submission {
         tenant: caller.tenant.clone(),
         id,
@@ -138,7 +182,7 @@ fn admit(
         requested_by: caller.key_id.clone(),
         trace_parent: trace_parent(headers),
     };
-    Ok((submission, envelope.mode))
+    Ok(Admitted::Function(submission, envelope.mode))
 }
 
 fn invalid(invalid: Invalid) -> Problem {
@@ -164,7 +208,7 @@ fn agreed(header: Option<OperationId>, body: Option<OperationId>) -> Result<Oper
 }
 
 /// The caller's trace context, or else our own span's if spans are exported.
-fn trace_parent(headers: &HeaderMap) -> Option<String> {
+pub fn trace_parent(headers: &HeaderMap) -> Option<String> {
     let caller = TraceParent::of(headers).or_else(|| trace::current(&tracing::Span::current()));
     caller.map(|parent| parent.to_string())
 }

@@ -31,7 +31,6 @@ use crate::ledger::operation_id::OperationId;
 use crate::ledger::submission::MAX_DEPTH;
 use crate::outbound::downstream::{Ability, Downstream, Route};
 use crate::outbound::{headers, path, send};
-use crate::telemetry::trace::{self, TraceParent};
 
 /// How long a caller waits for a retry or a recovery that goes on by itself, unless it says otherwise.
 const PATIENCE: Duration = Duration::from_secs(20);
@@ -83,18 +82,18 @@ async fn proxy(State(app): State<Arc<App>>, request: Request) -> Result<Response
         return Ok(pass_on(passing));
     };
     let forward = describe(&app, &caller, lines, &downstream, &route, rest, id, request);
-    note(&forward);
     settle(&app, forward, downstream, route, lines).await
 }
 
 /// Forwards it, and waits for what the downstream's abilities can still make of it.
-async fn settle(
+pub async fn settle(
     app: &App,
     forward: Forward,
     downstream: Arc<Downstream>,
     route: Arc<Route>,
     lines: &HeaderMap,
 ) -> Result<Response, Problem> {
+    note(&forward);
     let preference = extract::preference(lines);
     let (tenant, id, fingerprint) = (forward.tenant.clone(), forward.id.clone(), forward.fingerprint);
     let recovers = matches!(route.ability, Ability::Key { .. } | Ability::Conditional { .. });
@@ -203,9 +202,7 @@ fn describe(
         run: None,
         external_reference: None,
         requested_by: caller.key_id.clone(),
-        trace_parent: TraceParent::of(lines)
-            .or_else(|| trace::current(&tracing::Span::current()))
-            .map(|parent| parent.to_string()),
+        trace_parent: super::operations::trace_parent(lines),
         retention: app.perform.retention(),
     }
 }

@@ -47,13 +47,18 @@ pub struct SchemaViolation {
 impl Kind {
     /// Checks a payload against the kind's schema; the first violation is reported.
     pub fn validate(&self, payload: &Node<'_>) -> Result<(), SchemaViolation> {
-        let Some(schema) = &self.schema else { return Ok(()) };
-        let value = payload.to_json();
-        schema.validate(&value).map_err(|error| SchemaViolation {
-            pointer: error.instance_path().to_string(),
-            detail: shortened(&error.masked().to_string()),
-        })
+        validate(self.schema.as_ref(), payload)
     }
+}
+
+/// Checks a payload against a kind's schema, if it has one.
+pub fn validate(schema: Option<&jsonschema::Validator>, payload: &Node<'_>) -> Result<(), SchemaViolation> {
+    let Some(schema) = schema else { return Ok(()) };
+    let value = payload.to_json();
+    schema.validate(&value).map_err(|error| SchemaViolation {
+        pointer: error.instance_path().to_string(),
+        detail: shortened(&error.masked().to_string()),
+    })
 }
 
 fn shortened(text: &str) -> String {
