@@ -146,7 +146,7 @@ pub async fn handler_faults(pool: &Pool, kinds: &Kinds) -> Result<Vec<String>, D
 }
 
 fn assemble(pool: Pool, config: Config) -> Arc<App> {
-    let Config { file, kinds } = config;
+    let Config { file, kinds, .. } = config;
     let instance = Uuid::now_v7();
     let metrics = Arc::new(Metrics::new());
     let replays = Arc::new(Replays::new(file.limits.replay_cache_bytes));
