@@ -18,7 +18,7 @@ use crate::engine::accounts::Accounts;
 use crate::engine::apply::{self, Apply};
 use crate::engine::deliveries::Deliveries;
 use crate::engine::intake::Intake;
-use crate::engine::perform::{self, Perform};
+use crate::engine::perform::{self, Declared, Perform};
 use crate::engine::recovery::{self, Heartbeat};
 use crate::engine::replays::Replays;
 use crate::http::{self, App};
@@ -147,7 +147,13 @@ pub async fn handler_faults(pool: &Pool, kinds: &Kinds) -> Result<Vec<String>, D
 }
 
 fn assemble(pool: Pool, config: Config) -> Arc<App> {
-    let Config { file, kinds, declared } = config;
+    let Config {
+        file,
+        kinds,
+        downstream_kinds,
+        downstreams,
+    } = config;
+    let declared = Declared::new(downstreams, downstream_kinds);
     let instance = Uuid::now_v7();
     let metrics = Arc::new(Metrics::new());
     let replays = Arc::new(Replays::new(file.limits.replay_cache_bytes));
@@ -287,7 +293,8 @@ impl Running {
         }
         let count = config.kinds.iter().count();
         self.app.intake.replace_kinds(config.kinds);
-        self.app.perform.replace(config.declared);
+        let declared = Declared::new(config.downstreams, config.downstream_kinds);
+        self.app.perform.replace(declared);
         Ok(count)
     }
 

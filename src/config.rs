@@ -1,5 +1,8 @@
 //! Settings: the file `opledger.toml`, flags, and the environment, which is read here and nowhere else.
 
+mod downstreams;
+mod kinds;
+
 use std::collections::BTreeMap;
 use std::fmt;
 use std::net::SocketAddr;
@@ -9,8 +12,10 @@ use std::time::Duration;
 use clap::Args;
 use serde::{Deserialize, Deserializer};
 
-use crate::engine::perform::Declared;
-use crate::ledger::kind::{Handler, Kind, Kinds, is_kind_name};
+use self::downstreams::DownstreamSettings;
+use self::kinds::KindSettings;
+use crate::ledger::kind::Kinds;
+use crate::outbound::registry::{DownstreamKinds, Downstreams};
 use crate::postgres::pool;
 use crate::telemetry::{LogFormat, trace};
 
@@ -18,9 +23,6 @@ const DAY: Duration = Duration::from_secs(86_400);
 
 /// How long receipts are kept unless the file says otherwise.
 pub const DEFAULT_RETENTION: Duration = Duration::from_secs(400 * 86_400);
-
-/// How long a handler may run unless its kind says otherwise.
-const DEFAULT_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// The longest duration a setting takes: a thousand years, far from where clocks overflow.
 const LONGEST: Duration = Duration::from_secs(1_000 * 366 * 86_400);
@@ -131,6 +133,7 @@ pub struct File {
     pub retention: Retention,
     pub database: Database,
     pub recovery: Recovery,
+    downstreams: BTreeMap<String, DownstreamSettings>,
     kinds: BTreeMap<String, KindSettings>,
 }
 
@@ -263,20 +266,6 @@ impl Default for Recovery {
     }
 }
 
-/// `[kinds."…"]`: one registered type of operation.
-#[derive(Debug, Clone, Deserialize)]
-#[serde(deny_unknown_fields)]
-struct KindSettings {
-    handler: String,
-    schema: Option<PathBuf>,
-    #[serde(default, deserialize_with = "optional_duration")]
-    retention: Option<Duration>,
-    #[serde(default, deserialize_with = "optional_duration")]
-    timeout: Option<Duration>,
-    #[serde(default = "yes")]
-    group_commit: bool,
-}
-
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     #[error("cannot read {}", path.display())]
@@ -297,12 +286,15 @@ pub enum Error {
     NoApiKey,
 }
 
-/// A file that was read and found valid, with the kinds it registers.
+/// A file that was read and found valid, with what it registers.
 #[derive(Debug)]
 pub struct Config {
     pub file: File,
+    /// Kinds whose effect is a function in the database.
     pub kinds: Kinds,
-    pub declared: Declared,
+    /// Kinds whose effect is a call to a downstream.
+    pub downstream_kinds: DownstreamKinds,
+    pub downstreams: Downstreams,
 }
 
 /// Reads the file and everything it names.
@@ -317,13 +309,15 @@ pub fn load(path: &Path) -> Result<Config, Error> {
         problem,
     };
     file.check().map_err(invalid)?;
-    let base = path.parent().unwrap_or(Path::new("."));
-    let kinds = file
-        .kinds
-        .iter()
-        .map(|(name, settings)| settings.kind(name, base, &file).map_err(|problem| problem.at(path)))
-        .collect::<Result<Kinds, Error>>()?;
-    Ok(Config { file, kinds, declared: Declared::default() })
+    let folder = path.parent().unwrap_or(Path::new("."));
+    let downstreams = downstreams::read(&file.downstreams, folder).map_err(|problem| problem.at(path))?;
+    let (kinds, downstream_kinds) = kinds::read(&file, folder, &downstreams).map_err(|problem| problem.at(path))?;
+    Ok(Config {
+        file,
+        kinds,
+        downstream_kinds,
+        downstreams,
+    })
 }
 
 impl File {
@@ -360,64 +354,6 @@ impl File {
         }
         Ok(())
     }
-}
-
-/// What is wrong with a kind: with the file itself, or with a file it names.
-enum KindProblem {
-    Value(String),
-    Read(Error),
-}
-
-impl KindProblem {
-    fn at(self, path: &Path) -> Error {
-        match self {
-            Self::Value(problem) => Error::Value {
-                path: path.to_owned(),
-                problem,
-            },
-            Self::Read(error) => error,
-        }
-    }
-}
-
-impl KindSettings {
-    fn kind(&self, name: &str, base: &Path, file: &File) -> Result<Kind, KindProblem> {
-        let invalid = |problem: String| KindProblem::Value(format!("kinds.\"{name}\": {problem}"));
-        if !is_kind_name(name) {
-            return Err(invalid(
-                "a kind's name is 1 to 100 of a-z, 0-9, _, - and ., beginning with a letter".to_owned(),
-            ));
-        }
-        let handler: Handler = self
-            .handler
-            .parse()
-            .map_err(|error| invalid(format!("handler: {error}")))?;
-        let schema = match &self.schema {
-            Some(schema) => Some(compile(&base.join(schema)).map_err(|problem| match problem {
-                KindProblem::Value(problem) => invalid(format!("schema: {problem}")),
-                read @ KindProblem::Read(_) => read,
-            })?),
-            None => None,
-        };
-        Ok(Kind {
-            name: name.into(),
-            handler,
-            schema,
-            retention: self.retention.unwrap_or(file.retention.receipts),
-            timeout: self.timeout.unwrap_or(DEFAULT_TIMEOUT),
-            group_commit: self.group_commit,
-        })
-    }
-}
-
-fn compile(path: &Path) -> Result<jsonschema::Validator, KindProblem> {
-    let text = read(path).map_err(KindProblem::Read)?;
-    let schema = serde_json::from_str(&text)
-        .map_err(|error| KindProblem::Value(format!("{} is not JSON: {error}", path.display())))?;
-    jsonschema::options()
-        .with_draft(jsonschema::Draft::Draft202012)
-        .build(&schema)
-        .map_err(|error| KindProblem::Value(format!("{} is not a JSON Schema: {error}", path.display())))
 }
 
 impl DatabaseArgs {
@@ -504,10 +440,6 @@ fn read(path: &Path) -> Result<String, Error> {
         path: path.to_owned(),
         source,
     })
-}
-
-fn yes() -> bool {
-    true
 }
 
 /// A duration as the file writes it: a whole number and `ms`, `s`, `m`, `h` or `d`.

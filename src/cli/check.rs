@@ -31,8 +31,21 @@ pub async fn run(args: Args) -> anyhow::Result<ExitCode> {
         };
         println!("kind {}: handler {}, {schema}", kind.name, kind.handler);
     }
+    for kind in config.downstream_kinds.iter() {
+        let call = &kind.call;
+        println!(
+            "kind {}: {} {} at {}",
+            kind.name, call.method, call.path, kind.downstream.name
+        );
+    }
+    for downstream in config.downstreams.iter() {
+        println!("downstream {}: {}", downstream.name, downstream.base);
+        for route in downstream.routes.iter().chain([&downstream.undeclared]) {
+            println!("  {}", route.sentence());
+        }
+    }
     let count = config.kinds.iter().count();
-    if count == 0 {
+    if count == 0 && config.downstream_kinds.iter().count() == 0 {
         println!("no kinds are registered: nothing can be submitted");
     }
     if args.offline {

@@ -7,7 +7,6 @@
 mod attempt;
 mod book;
 mod decide;
-pub mod kinds;
 mod proof;
 mod recover;
 pub mod resolve;
@@ -24,7 +23,6 @@ use tokio_util::task::TaskTracker;
 use uuid::Uuid;
 
 use self::attempt::{Attempt, Reply};
-use self::kinds::DownstreamKinds;
 use self::book::{Book, Claim, Unwritten};
 use self::recover::TakingUp;
 use super::intake::refusal;
@@ -38,8 +36,9 @@ use crate::ledger::plan::{Fence, Seen};
 use crate::ledger::reconciliation::{self, Note};
 use crate::ledger::tenant::Tenant;
 use crate::ledger::read;
-use crate::outbound::downstream::{Downstream, Downstreams, Route};
+use crate::outbound::downstream::{Downstream, Route};
 use crate::outbound::headers;
+use crate::outbound::registry::{DownstreamKinds, Downstreams};
 use crate::outbound::send::{self, Failure, Outbound, Ready};
 use crate::postgres::error::{Error as DatabaseError, Trouble};
 use crate::postgres::pool::Pool;
@@ -384,6 +383,15 @@ impl Perform {
 pub struct Declared {
     pub downstreams: Arc<Downstreams>,
     pub kinds: Arc<DownstreamKinds>,
+}
+
+impl Declared {
+    pub fn new(downstreams: Downstreams, kinds: DownstreamKinds) -> Self {
+        Self {
+            downstreams: Arc::new(downstreams),
+            kinds: Arc::new(kinds),
+        }
+    }
 }
 
 /// What `Perform::start` is given by the configuration.

@@ -22,17 +22,19 @@ use super::proxy;
 use super::query::{self, Parameters};
 use crate::engine::intake::NotCancelled;
 use crate::engine::outcome::{Outcome, Refusal};
+use crate::engine::perform::resolve::call_request;
 use crate::ledger::compensation::{self, Link};
 use crate::ledger::fingerprint::Fingerprint;
-use crate::ledger::forward::Forward;
+use crate::ledger::forward::{self, Forward};
 use crate::ledger::key::{Caller, Role};
-use crate::ledger::kind::{SchemaViolation, is_kind_name};
+use crate::ledger::kind::{self, SchemaViolation, is_kind_name};
 use crate::ledger::operation::{Operation, StateName};
 use crate::ledger::operation_id::OperationId;
 use crate::ledger::read::{self, Change, Filter, Place, Summary};
 use crate::ledger::receipt::format_time;
 use crate::ledger::submission::{self, Envelope, Invalid, Mode, Submission};
 use crate::outbound::downstream::{Downstream, Route};
+use crate::outbound::template::Values;
 use crate::telemetry::trace::{self, TraceParent};
 
 const READERS: [Role; 3] = [Role::Agent, Role::Approver, Role::Operator];
@@ -133,15 +135,21 @@ fn admit(
         ))
     };
     if let Some(kind) = app.perform.kinds().get(envelope.kind) {
-        kind.validate(envelope.payload).map_err(violated)?;
+        kind::validate(kind.schema.as_deref(), envelope.payload).map_err(violated)?;
         if envelope.mode == Mode::Plan {
             let detail = "operations of this kind are performed by a downstream and cannot be planned";
             return Err(rejected(Problem::payload("/mode", detail)));
         }
-        let downstream = app.perform.downstreams().get(&kind.downstream).cloned();
-        let downstream = downstream.ok_or_else(Problem::not_found)?;
-        let request = kind
-            .request(&downstream, &caller.tenant, &id, &canonical)
+        let downstream = kind.downstream.clone();
+        let key = forward::downstream_key(&caller.tenant, &id);
+        // Canonical JSON parses.
+        let payload = serde_json::from_str(&canonical).unwrap_or_default();
+        let values = Values {
+            operation_id: id.as_str(),
+            key: &key,
+            payload: &payload,
+        };
+        let request = call_request(&downstream, &kind.call, &values)
             .map_err(|cause| rejected(Problem::payload("/payload", cause)))?;
         let path = request.path_and_query.strip_prefix(&downstream.base.path).unwrap_or_default();
         let method = http::Method::from_bytes(request.method.as_bytes()).unwrap_or_default();

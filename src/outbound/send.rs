@@ -1,12 +1,30 @@
 //! One attempt: a ready connection, one request written to it, one answer or what can be known without one.
+//!
+//! Nothing here sends a request a second time. A fresh connection is dialled only when the one at hand turns out, by the
+//! kernel's own count, to have taken no byte of the request.
 
-use std::sync::Arc;
+use std::collections::HashMap;
+use std::future::poll_fn;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::task::{Context, Poll};
+use std::time::Duration;
 
 use bytes::Bytes;
+use http::header::{CONTENT_LENGTH, HOST};
 use http::uri::PathAndQuery;
-use http::{HeaderMap, Method, StatusCode};
+use http::{HeaderMap, HeaderValue, Method, StatusCode, Uri};
+use http_body::Body;
+use http_body_util::Full;
+use hyper::body::Incoming;
+use tokio::sync::OwnedSemaphorePermit;
+use tokio::time::timeout;
+use tokio_util::task::TaskTracker;
 
 use super::downstream::Downstream;
+use super::headers;
+use super::http1::Http1;
+use super::http2::Download;
+use super::pool::{Line, Pool};
 
 /// A request as it will be sent.
 #[derive(Debug, Clone)]
@@ -21,10 +39,18 @@ pub struct Request {
 
 /// Connections to every downstream.
 #[derive(Default)]
-pub struct Outbound {}
+pub struct Outbound {
+    pools: Mutex<HashMap<Arc<str>, Arc<Pool>>>,
+    tasks: TaskTracker,
+}
 
 /// A connection that can take a request now, and a place among those that may be on their way.
-pub struct Ready {}
+pub struct Ready {
+    line: Line,
+    pool: Arc<Pool>,
+    place: OwnedSemaphorePermit,
+    downstream: Arc<Downstream>,
+}
 
 /// A complete head, and the body as it comes.
 pub struct Answer {
@@ -34,7 +60,29 @@ pub struct Answer {
     pub body: AnswerBody,
 }
 
-pub struct AnswerBody {}
+/// Dropped before its end, it takes the connection with it.
+pub struct AnswerBody {
+    state: State,
+    idle: Duration,
+}
+
+enum State {
+    Reading(Reading),
+    Complete,
+    Failed(Unknown),
+}
+
+struct Reading {
+    from: Source,
+    pool: Arc<Pool>,
+    /// Held until the answer is complete, or given up.
+    place: OwnedSemaphorePermit,
+}
+
+enum Source {
+    One { connection: Box<Http1>, body: Incoming },
+    Lane(Download),
+}
 
 /// Nothing has left this process.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -63,29 +111,233 @@ pub enum Failure {
     Unknown(#[from] Unknown),
 }
 
+/// How a connection fails a request.
+#[derive(Debug)]
+pub enum Broken {
+    /// It took no byte of it: another connection may be tried.
+    Untouched(String),
+    /// The peer proved that it did not look at it.
+    Refused {
+        stage: &'static str,
+        cause: String,
+    },
+    Unknown(Unknown),
+}
+
+impl NotSent {
+    pub fn new(stage: &'static str, cause: impl Into<String>) -> Self {
+        Self {
+            stage,
+            cause: cause.into(),
+        }
+    }
+}
+
+impl Unknown {
+    pub fn new(stage: &'static str, cause: impl Into<String>) -> Self {
+        Self {
+            stage,
+            cause: cause.into(),
+        }
+    }
+}
+
 impl Outbound {
     /// Whether a connection waits that would be used without dialling.
-    pub fn has_idle(&self, _downstream: &Downstream) -> bool {
-        todo!()
+    pub fn has_idle(&self, downstream: &Downstream) -> bool {
+        self.pool(downstream).has_idle()
     }
 
     /// A place and a connection: an idle one, or a new one.
-    pub async fn connect(&self, _downstream: &Arc<Downstream>) -> Result<Ready, NotSent> {
-        todo!()
+    pub async fn connect(&self, downstream: &Arc<Downstream>) -> Result<Ready, NotSent> {
+        let pool = self.pool(downstream);
+        let place = pool.place().await?;
+        let line = match pool.take() {
+            Some(line) => line,
+            None => pool.dial().await?,
+        };
+        Ok(Ready {
+            line,
+            pool,
+            place,
+            downstream: downstream.clone(),
+        })
+    }
+
+    /// After a reload a name may stand for another place: its old connections are then closed.
+    fn pool(&self, downstream: &Downstream) -> Arc<Pool> {
+        let mut pools = self.pools.lock().unwrap_or_else(PoisonError::into_inner);
+        match pools.get(&downstream.name) {
+            Some(pool) if pool.fits(downstream) => pool.clone(),
+            Some(_) | None => {
+                let pool = Arc::new(Pool::new(downstream, self.tasks.clone()));
+                pools.insert(downstream.name.clone(), pool.clone());
+                pool
+            }
+        }
     }
 }
 
 impl Ready {
     /// Sends the request, once. If the connection turns out to have been closed before it took the first byte, a fresh
-    /// one is dialled; that is still the one send.
-    pub async fn send(self, _request: Request) -> Result<Answer, Failure> {
-        todo!()
+    /// one is dialled; that is still the one send. Dropped, it closes the connection.
+    pub async fn send(self, request: Request) -> Result<Answer, Failure> {
+        let Self {
+            line,
+            pool,
+            place,
+            downstream,
+        } = self;
+        let outgoing = Outgoing::new(request, &downstream);
+        let sent = match outgoing.send_on(line, &downstream).await {
+            // Not from the pool: what waits there may be as old.
+            Err(Broken::Untouched(_)) => outgoing.send_on(pool.dial().await?, &downstream).await,
+            sent => sent,
+        };
+        match sent {
+            Ok((head, from)) => Ok(Answer {
+                status: head.status(),
+                headers: headers::end_to_end(head.headers()),
+                body: AnswerBody::new(Reading { from, pool, place }, downstream.limits.idle),
+            }),
+            Err(Broken::Untouched(cause)) => Err(NotSent::new("closed", cause).into()),
+            Err(Broken::Refused { stage, cause }) => Err(NotSent::new(stage, cause).into()),
+            Err(Broken::Unknown(unknown)) => Err(unknown.into()),
+        }
+    }
+}
+
+/// A request with all its lines.
+struct Outgoing(Request);
+
+impl Outgoing {
+    fn new(mut request: Request, downstream: &Downstream) -> Self {
+        let has_body = [Method::POST, Method::PUT, Method::PATCH].contains(&request.method);
+        request.headers.remove(CONTENT_LENGTH);
+        if has_body || !request.body.is_empty() {
+            request.headers.insert(CONTENT_LENGTH, request.body.len().into());
+        }
+        for (name, secret) in &downstream.credential {
+            request.headers.insert(name, secret.reveal().clone());
+        }
+        Self(request)
+    }
+
+    async fn send_on(&self, line: Line, downstream: &Downstream) -> Result<(http::Response<()>, Source), Broken> {
+        match line {
+            Line::One(mut connection) => {
+                let answer = connection.send(self.http1(downstream), &downstream.limits).await?;
+                let (head, body) = answer.into_parts();
+                Ok((http::Response::from_parts(head, ()), Source::One { connection, body }))
+            }
+            Line::Lane(lane) => {
+                let body = self.0.body.clone();
+                let (head, download) = lane.send(self.http2(downstream), body, &downstream.limits).await?;
+                Ok((head, Source::Lane(download)))
+            }
+        }
+    }
+
+    fn http1(&self, downstream: &Downstream) -> http::Request<Full<Bytes>> {
+        let mut request = http::Request::new(Full::new(self.0.body.clone()));
+        *request.method_mut() = self.0.method.clone();
+        *request.uri_mut() = Uri::from(self.0.path_and_query.clone());
+        *request.headers_mut() = self.0.headers.clone();
+        // An authority is text that a header line takes.
+        if let Ok(host) = HeaderValue::from_str(downstream.base.authority.as_str()) {
+            request.headers_mut().insert(HOST, host);
+        }
+        request
+    }
+
+    fn http2(&self, downstream: &Downstream) -> http::Request<()> {
+        let mut parts = http::uri::Parts::default();
+        parts.scheme = Some(downstream.base.scheme.clone());
+        parts.authority = Some(downstream.base.authority.clone());
+        parts.path_and_query = Some(self.0.path_and_query.clone());
+        let mut request = http::Request::new(());
+        *request.method_mut() = self.0.method.clone();
+        // All three parts are there.
+        *request.uri_mut() = Uri::from_parts(parts).unwrap_or_default();
+        *request.version_mut() = http::Version::HTTP_2;
+        *request.headers_mut() = self.0.headers.clone();
+        request.headers_mut().remove(HOST);
+        request
     }
 }
 
 impl AnswerBody {
+    fn new(reading: Reading, idle: Duration) -> Self {
+        let mut body = Self {
+            state: State::Reading(reading),
+            idle,
+        };
+        body.complete_at_end();
+        body
+    }
+
     /// The next piece; `None` at the end of a complete body.
     pub async fn next(&mut self) -> Option<Result<Bytes, Unknown>> {
-        todo!()
+        let reading = match &mut self.state {
+            State::Complete => return None,
+            State::Failed(unknown) => return Some(Err(unknown.clone())),
+            State::Reading(reading) => reading,
+        };
+        let piece = match timeout(self.idle, poll_fn(|cx| reading.from.poll(cx))).await {
+            Ok(piece) => piece,
+            Err(_) => {
+                reading.from.give_up();
+                Some(Err(Unknown::new("body", format!("nothing came for {:?}", self.idle))))
+            }
+        };
+        match &piece {
+            Some(Ok(_)) => self.complete_at_end(),
+            Some(Err(unknown)) => self.state = State::Failed(unknown.clone()),
+            None => self.complete(),
+        }
+        piece
+    }
+
+    /// Where the length says that nothing more comes, the connection need not wait for somebody to ask.
+    fn complete_at_end(&mut self) {
+        if matches!(&self.state, State::Reading(reading) if reading.from.is_end()) {
+            self.complete();
+        }
+    }
+
+    fn complete(&mut self) {
+        let State::Reading(reading) = std::mem::replace(&mut self.state, State::Complete) else {
+            return;
+        };
+        let Reading { from, pool, place } = reading;
+        if let Source::One { connection, body } = from {
+            drop(body);
+            pool.give_back(connection);
+        }
+        drop(place);
+    }
+}
+
+impl Source {
+    fn is_end(&self) -> bool {
+        match self {
+            Self::One { body, .. } => body.is_end_stream(),
+            Self::Lane(download) => download.is_end(),
+        }
+    }
+
+    fn poll(&mut self, cx: &mut Context<'_>) -> Poll<Option<Result<Bytes, Unknown>>> {
+        match self {
+            Self::One { connection, body } => connection.poll_body(body, cx),
+            Self::Lane(download) => download.poll(cx),
+        }
+    }
+
+    /// A connection of its own is closed with the answer; a shared one is not used for anything new.
+    fn give_up(&self) {
+        match self {
+            Self::One { .. } => {}
+            Self::Lane(download) => download.spend(),
+        }
     }
 }

@@ -1,0 +1,169 @@
+//! `credential`: by what a downstream knows us. The secret is in a variable or a file, never in the configuration.
+
+use std::fmt;
+use std::path::{Path, PathBuf};
+
+use base64::Engine;
+use base64::prelude::BASE64_STANDARD;
+use http::header::AUTHORIZATION;
+use http::{HeaderName, HeaderValue};
+use serde::de::value::MapAccessDeserializer;
+use serde::de::{IgnoredAny, MapAccess, Visitor};
+use serde::{Deserialize, Deserializer};
+
+use super::{Problem, header_name};
+use crate::config;
+use crate::outbound::downstream::Secret;
+use crate::outbound::headers::may_be_set;
+
+const WHERE: &str = "name a variable or a file that holds the secret, e.g. { bearer_env = \"PAYMENTS_KEY\" }: the \
+                     configuration itself is read by too many people";
+
+#[derive(Debug, Clone)]
+pub enum CredentialSettings {
+    /// A text where the table should be: likely the secret, so that it must not be shown.
+    Literal,
+    Table(Box<Table>),
+}
+
+#[derive(Debug, Clone, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Table {
+    bearer_env: Option<String>,
+    bearer_file: Option<PathBuf>,
+    basic_env: Option<String>,
+    basic_file: Option<PathBuf>,
+    header: Option<String>,
+    header_env: Option<String>,
+    header_file: Option<PathBuf>,
+    // Read only to be refused without repeating them.
+    bearer: Option<Literal>,
+    basic: Option<Literal>,
+    header_value: Option<Literal>,
+    value: Option<Literal>,
+    token: Option<Literal>,
+    password: Option<Literal>,
+}
+
+#[derive(Debug, Clone)]
+struct Literal;
+
+impl<'de> Deserialize<'de> for Literal {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        IgnoredAny::deserialize(deserializer).map(|_| Self)
+    }
+}
+
+impl<'de> Deserialize<'de> for CredentialSettings {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct TextOrTable;
+        impl<'de> Visitor<'de> for TextOrTable {
+            type Value = CredentialSettings;
+
+            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str("a table")
+            }
+
+            fn visit_str<E>(self, _: &str) -> Result<Self::Value, E> {
+                Ok(CredentialSettings::Literal)
+            }
+
+            fn visit_map<A: MapAccess<'de>>(self, map: A) -> Result<Self::Value, A::Error> {
+                Table::deserialize(MapAccessDeserializer::new(map))
+                    .map(Box::new)
+                    .map(CredentialSettings::Table)
+            }
+        }
+        deserializer.deserialize_any(TextOrTable)
+    }
+}
+
+impl CredentialSettings {
+    /// The header line that authenticates us.
+    pub fn line(&self, folder: &Path) -> Result<(HeaderName, Secret), Problem> {
+        let Self::Table(table) = self else {
+            return Err(Problem::Value(WHERE.to_owned()));
+        };
+        let literal = [
+            &table.bearer,
+            &table.basic,
+            &table.header_value,
+            &table.value,
+            &table.token,
+            &table.password,
+        ];
+        if literal.iter().any(|literal| literal.is_some()) {
+            return Err(Problem::Value(WHERE.to_owned()));
+        }
+        table.line(folder)
+    }
+}
+
+impl Table {
+    fn line(&self, folder: &Path) -> Result<(HeaderName, Secret), Problem> {
+        let ways = [
+            (&self.bearer_env, &self.bearer_file),
+            (&self.basic_env, &self.basic_file),
+            (&self.header_env, &self.header_file),
+        ];
+        let named = ways
+            .iter()
+            .map(|(variable, file)| usize::from(variable.is_some()) + usize::from(file.is_some()));
+        if named.sum::<usize>() != 1 {
+            return Err(Problem::Value(
+                "name one of bearer_env, bearer_file, basic_env, basic_file, header_env and header_file".to_owned(),
+            ));
+        }
+        let [bearer, basic, header] = ways;
+        let is_header = header.0.is_some() || header.1.is_some();
+        if self.header.is_some() != is_header {
+            return Err(Problem::Value(
+                "header names the line, e.g. \"X-Api-Key\", and header_env or header_file its value: both or neither"
+                    .to_owned(),
+            ));
+        }
+        if let Some(secret) = secret(bearer, folder)? {
+            return Ok((AUTHORIZATION, line(&format!("Bearer {secret}"))?));
+        }
+        if let Some(secret) = secret(basic, folder)? {
+            let pair = if secret.contains(':') {
+                secret
+            } else {
+                format!("{secret}:")
+            };
+            return Ok((AUTHORIZATION, line(&format!("Basic {}", BASE64_STANDARD.encode(pair)))?));
+        }
+        let name = header_name(self.header.as_deref().unwrap_or_default())?;
+        if !may_be_set(&name) {
+            return Err(Problem::Value(format!("header: {name} carries no credential")));
+        }
+        let secret = secret(header, folder)?.unwrap_or_default();
+        Ok((name, line(&secret)?))
+    }
+}
+
+fn secret((variable, file): (&Option<String>, &Option<PathBuf>), folder: &Path) -> Result<Option<String>, Problem> {
+    let (text, place) = match (variable, file) {
+        (Some(name), _) => {
+            let text = config::variable(name).ok_or_else(|| format!("the variable {name} is not set"))?;
+            (text, format!("the variable {name}"))
+        }
+        (None, Some(file)) => {
+            let path = folder.join(file);
+            let text = config::read(&path).map_err(Problem::Read)?;
+            (text, path.display().to_string())
+        }
+        (None, None) => return Ok(None),
+    };
+    let text = text.trim_end_matches(['\r', '\n']).to_owned();
+    if text.trim().is_empty() {
+        return Err(Problem::Value(format!("{place} is empty")));
+    }
+    Ok(Some(text))
+}
+
+fn line(text: &str) -> Result<Secret, String> {
+    HeaderValue::from_str(text)
+        .map(Secret::new)
+        .map_err(|_| "the secret has a character that no header line takes, perhaps a line break".to_owned())
+}
