@@ -29,7 +29,8 @@ comment on column ledger.requests.body           is 'The bytes that are sent.';
 comment on column ledger.requests.downstream_key is 'The key that the downstream gets, derived from tenant and operation id.';
 comment on column ledger.requests.sent_at        is 'When the first attempt was claimed; from then on the downstream may know the key.';
 
-alter table ledger.receipts add column omitted_bytes bigint check (omitted_bytes > 0 and octet_length(body) = 0);
+alter table ledger.receipts add column omitted_bytes bigint 
+    check (omitted_bytes is null or (omitted_bytes > 0 and octet_length(body) = 0));
 comment on column ledger.receipts.omitted_bytes is
     'Length of an answer that was too large to store; body is empty then, and body_sha256 is that of the whole answer.';
 

@@ -205,6 +205,7 @@ impl Attempt {
         };
         let mut caller = caller;
         let asked = Instant::now();
+        let mut pause = FIRST_PAUSE;
         let times = loop {
             match self.perform.book.settle(&self.forward.tenant, answered.clone()).await {
                 Ok(times) => break times,
@@ -214,7 +215,7 @@ impl Attempt {
                         caller.refuse(self.unrecorded());
                     }
                     // Nothing but the end of this process gives it up: then the outcome is unknown to everybody.
-                    tokio::time::sleep(Duration::from_millis(500)).await;
+                    pause = later(pause).await;
                 }
             }
         };
@@ -280,6 +281,7 @@ impl Attempt {
     /// Stores what follows from an attempt that brought no final answer, and tells the caller.
     async fn without_answer(self, next: Next, event: &'static str, cause: &str, mut caller: ToCaller) {
         let asked = Instant::now();
+        let mut pause = FIRST_PAUSE;
         loop {
             match self.store(next, event, cause).await {
                 Ok(true) => break,
@@ -297,7 +299,7 @@ impl Attempt {
                     if asked.elapsed() > UNRECORDED {
                         caller.refuse(self.unrecorded());
                     }
-                    tokio::time::sleep(Duration::from_millis(500)).await;
+                    pause = later(pause).await;
                 }
             }
         }
@@ -389,6 +391,15 @@ impl Attempt {
             operation: Box::new(self.known(StateName::Running)),
         }
     }
+}
+
+/// Between two tries of storing what an attempt came to.
+const FIRST_PAUSE: Duration = Duration::from_millis(250);
+const LONGEST_PAUSE: Duration = Duration::from_secs(10);
+
+async fn later(pause: Duration) -> Duration {
+    tokio::time::sleep(pause).await;
+    (pause * 2).min(LONGEST_PAUSE)
 }
 
 /// The way to the caller: one answer, or the head of one and its pieces.
