@@ -14,7 +14,7 @@ mod pool;
 pub mod registry;
 pub mod retry_after;
 #[cfg(test)]
-mod samples;
+pub mod samples;
 pub mod send;
 mod sentence;
 mod socket;

@@ -33,9 +33,9 @@ use crate::ledger::forward::{self, Forward, Request};
 use crate::ledger::operation::{Operation, StateName};
 use crate::ledger::operation_id::OperationId;
 use crate::ledger::plan::{Fence, Seen};
+use crate::ledger::read;
 use crate::ledger::reconciliation::{self, Note};
 use crate::ledger::tenant::Tenant;
-use crate::ledger::read;
 use crate::outbound::downstream::{Downstream, Route};
 use crate::outbound::headers;
 use crate::outbound::registry::{DownstreamKinds, Downstreams};
@@ -179,7 +179,11 @@ impl Perform {
     }
 
     /// Forwards a safe request, or one that is declared to need no protection: nothing is stored, and nothing repeated.
-    pub async fn pass(self: &Arc<Self>, request: send::Request, downstream: Arc<Downstream>) -> Result<Passing, Refusal> {
+    pub async fn pass(
+        self: &Arc<Self>,
+        request: send::Request,
+        downstream: Arc<Downstream>,
+    ) -> Result<Passing, Refusal> {
         let unreachable = |cause: String| Refusal::Unreachable {
             downstream: downstream.name.clone(),
             cause,

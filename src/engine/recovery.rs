@@ -13,7 +13,7 @@ use crate::ledger::operation::StateName;
 use crate::ledger::operation_id::OperationId;
 use crate::ledger::plan::{self, Abandoned, Seen};
 use crate::ledger::tenant::Tenant;
-use crate::ledger::{instance, retention, tenant};
+use crate::ledger::{instance, reconciliation, retention, tenant};
 use crate::postgres::error::Error;
 use crate::postgres::pool::Pool;
 use crate::postgres::session::Limits;
@@ -123,9 +123,11 @@ pub async fn keep_sweeping(intake: Arc<Intake>, perform: Arc<Perform>, settings:
 /// Takes over operations that nobody runs: claims of lapsed instances, and what is due. Returns how many.
 pub async fn sweep(intake: &Arc<Intake>, perform: &Arc<Perform>, lease: Duration) -> Result<u64, Error> {
     let mut taken = 0;
+    let mut unknown = 0;
     for tenant in tenants(&intake.pool).await? {
         let mut session = intake.pool.reader(LIMITS).await?;
         let abandoned = plan::abandoned(&mut session, &tenant, lease, TAKE_OVER).await?;
+        unknown += reconciliation::unknowns(&mut session, &tenant, 10_000).await?;
         session.finish().await?;
         perform.follow_compensations(&tenant).await?;
         for Abandoned { id, seen, downstream } in abandoned {
@@ -145,6 +147,7 @@ pub async fn sweep(intake: &Arc<Intake>, perform: &Arc<Perform>, lease: Duration
             }
         }
     }
+    intake.metrics.unknowns(unknown);
     // Long silent instances hold no claim any more: all of theirs have been put back.
     let mut session = intake.pool.transaction(LIMITS).await?;
     instance::forget_lapsed(&mut session, lease * 60).await?;

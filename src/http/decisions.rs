@@ -32,12 +32,7 @@ pub fn routes() -> Router<Arc<App>> {
 }
 
 /// `POST /v1/operations/{operation_id}/resolve`: a named person says how an unknown ended.
-async fn resolve(
-    State(app): State<Arc<App>>,
-    id: Segment,
-    lines: HeaderMap,
-    body: Body,
-) -> Result<Response, Problem> {
+async fn resolve(State(app): State<Arc<App>>, id: Segment, lines: HeaderMap, body: Body) -> Result<Response, Problem> {
     let caller = extract::caller(&app, &lines, &[Role::Operator]).await?;
     let id = id.operation_id()?;
     let body = extract::json_body(&app, &lines, body).await?;
@@ -140,7 +135,8 @@ fn reason_of(node: &Node<'_>) -> Result<String, Problem> {
     let reason = text("/reason", node)?;
     let printable = |character: char| !character.is_control() || character == '\n';
     if reason.trim().is_empty() || reason.chars().count() > MAX_REASON || !reason.chars().all(printable) {
-        let detail = format!("a reason is 1 to {MAX_REASON} characters, none of them a control character but line feeds");
+        let detail =
+            format!("a reason is 1 to {MAX_REASON} characters, none of them a control character but line feeds");
         return Err(Problem::member("/reason", detail));
     }
     Ok(reason.to_owned())

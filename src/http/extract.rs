@@ -147,7 +147,10 @@ pub async fn json_body(app: &App, headers: &HeaderMap, body: axum::body::Body) -
 
 /// A request that takes no body has none.
 pub async fn no_body(app: &App, headers: &HeaderMap, body: axum::body::Body) -> Result<(), Problem> {
-    if self::body(app, headers, body, app.limits.max_body_bytes).await?.is_empty() {
+    if self::body(app, headers, body, app.limits.max_body_bytes)
+        .await?
+        .is_empty()
+    {
         Ok(())
     } else {
         Err(Problem::member("", "this request takes no body; send it without one"))
@@ -184,12 +187,7 @@ fn check_media_type(headers: &HeaderMap) -> Result<(), Problem> {
 }
 
 /// A body of any type within these many bytes and the limit of time.
-pub async fn body(
-    app: &App,
-    headers: &HeaderMap,
-    mut body: axum::body::Body,
-    limit: usize,
-) -> Result<Bytes, Problem> {
+pub async fn body(app: &App, headers: &HeaderMap, mut body: axum::body::Body, limit: usize) -> Result<Bytes, Problem> {
     let declared = headers
         .get(CONTENT_LENGTH)
         .and_then(|length| length.to_str().ok()?.parse::<u64>().ok());

@@ -28,11 +28,15 @@ pub fn text<'a>(pointer: &str, node: &'a Node<'a>) -> Result<&'a str, Problem> {
 pub fn whole(pointer: &str, node: &Node<'_>, least: i32, most: i32) -> Result<i32, Problem> {
     let number = node.raw().parse::<f64>().ok().filter(|number| number.fract() == 0.0);
     match number {
-        Some(number) if (f64::from(least)..=f64::from(most)).contains(&number) => {
+        Some(number) if (f64::from(least)..=f64::from(most)).contains(&number) =>
+        {
             #[expect(clippy::cast_possible_truncation, reason = "within the range of i32")]
             Ok(number as i32)
         }
-        Some(_) | None => Err(Problem::member(pointer, format!("must be a whole number from {least} to {most}"))),
+        Some(_) | None => Err(Problem::member(
+            pointer,
+            format!("must be a whole number from {least} to {most}"),
+        )),
     }
 }
 

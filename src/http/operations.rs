@@ -151,9 +151,14 @@ fn admit(
         };
         let request = call_request(&downstream, &kind.call, &values)
             .map_err(|cause| rejected(Problem::payload("/payload", cause)))?;
-        let path = request.path_and_query.strip_prefix(&downstream.base.path).unwrap_or_default();
+        let path = request
+            .path_and_query
+            .strip_prefix(&downstream.base.path)
+            .unwrap_or_default();
         let method = http::Method::from_bytes(request.method.as_bytes()).unwrap_or_default();
-        let route = downstream.route(&method, path.split('?').next().unwrap_or_default()).clone();
+        let route = downstream
+            .route(&method, path.split('?').next().unwrap_or_default())
+            .clone();
         let forward = Forward {
             tenant: caller.tenant.clone(),
             kind: kind.name.clone(),
@@ -290,7 +295,10 @@ pub async fn document(app: &App, caller: &Caller, id: &OperationId) -> Result<Re
     covered(caller, &summary.kind)?;
     let state = summary.state;
     let expires = summary.receipt_expires_at.map(format_time);
-    let mut response = answer::json(StatusCode::OK, &Document::with_history(app, caller, summary, history, links));
+    let mut response = answer::json(
+        StatusCode::OK,
+        &Document::with_history(app, caller, summary, history, links),
+    );
     answer::name_operation(response.headers_mut(), Some(id), Some(state));
     if let Some(expires) = expires {
         answer::insert(response.headers_mut(), answer::RECEIPT_EXPIRES, &expires);

@@ -78,12 +78,7 @@ impl Code {
             Self::HeadersTooLarge => ("headers-too-large", 431, false, "The headers are too large"),
             Self::HandlerBroken => ("handler-broken", 500, true, "The handler is broken"),
             Self::Internal => ("internal", 500, true, "Internal error"),
-            Self::DownstreamUnreachable => (
-                "downstream-unreachable",
-                502,
-                true,
-                "The downstream was not reached",
-            ),
+            Self::DownstreamUnreachable => ("downstream-unreachable", 502, true, "The downstream was not reached"),
             Self::DownstreamFailed => ("downstream-failed", 502, false, "The downstream did not answer"),
             Self::LedgerUnavailable => ("ledger-unavailable", 503, true, "The ledger is unavailable"),
         }
@@ -354,7 +349,10 @@ impl IntoResponse for Problem {
         let headers = response.headers_mut();
         headers.insert(CONTENT_TYPE, HeaderValue::from_static("application/problem+json"));
         if let Some(delay) = self.retry_after {
-            headers.insert(RETRY_AFTER, HeaderValue::from(delay.as_millis().div_ceil(1000).clamp(1, u128::from(u32::MAX)) as u64));
+            headers.insert(
+                RETRY_AFTER,
+                HeaderValue::from(delay.as_millis().div_ceil(1000).clamp(1, u128::from(u32::MAX)) as u64),
+            );
         }
         if self.code == Code::Unauthenticated {
             headers.insert(WWW_AUTHENTICATE, HeaderValue::from_static(r#"Bearer realm="opledger""#));

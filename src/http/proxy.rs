@@ -105,7 +105,9 @@ pub async fn settle(
         Ok(Delivered::Passing(passing)) => return Ok(pass_on(passing)),
         Ok(Delivered::Outcome(outcome)) => {
             app.intake.count(&tenant, &outcome);
-            let patience = preference.wait.or_else(|| patience(&outcome, recovers, preference.respond_async));
+            let patience = preference
+                .wait
+                .or_else(|| patience(&outcome, recovers, preference.respond_async));
             match patience {
                 Some(patience) => {
                     app.perform
@@ -217,7 +219,13 @@ fn fingerprint(
     let meaningful: Vec<(&str, &[u8])> = route
         .meaningful_headers
         .iter()
-        .flat_map(|name| request.headers.get_all(name).iter().map(move |value| (name.as_str(), value.as_bytes())))
+        .flat_map(|name| {
+            request
+                .headers
+                .get_all(name)
+                .iter()
+                .map(move |value| (name.as_str(), value.as_bytes()))
+        })
         .collect();
     // What is not JSON as we read it is compared byte by byte.
     let document = content_type
@@ -238,7 +246,12 @@ fn fingerprint(
 }
 
 fn is_json(content_type: &str) -> bool {
-    let media = content_type.split(';').next().unwrap_or_default().trim().to_ascii_lowercase();
+    let media = content_type
+        .split(';')
+        .next()
+        .unwrap_or_default()
+        .trim()
+        .to_ascii_lowercase();
     media == "application/json" || media.ends_with("+json")
 }
 
@@ -258,7 +271,8 @@ fn pass_on(passing: Passing) -> Response {
         body,
     } = passing;
     let mut response = Response::new(Body::new(Pieces(body)));
-    *response.status_mut() = StatusCode::from_u16(status).unwrap_or(StatusCode::BAD_GATEWAY);
+    // It was one when it came.
+    *response.status_mut() = StatusCode::from_u16(status).unwrap_or_default();
     let headers = response.headers_mut();
     answer::append_lines(headers, &lines);
     if let Some(operation) = operation {

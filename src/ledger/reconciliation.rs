@@ -300,3 +300,20 @@ pub async fn settle(
         expires_at: row.expires_at,
     }))
 }
+
+/// How many outcomes of a tenant are unknown, counted up to `most`.
+pub async fn unknowns(session: &mut Session, tenant: &Tenant, most: i64) -> Result<u64, Error> {
+    let count = sqlx::query_scalar!(
+        r#"
+        select count(*) as "count!" from (
+            select from ledger.operations
+            where tenant_id = $1 and state <> 'succeeded' and state = 'needs_reconciliation' limit $2) unknown
+        "#,
+        tenant.as_str(),
+        most,
+    )
+    .fetch_one(&mut *session)
+    .await
+    .map_err(doing("count the unknown outcomes"))?;
+    Ok(count.cast_unsigned())
+}

@@ -14,7 +14,9 @@ pub fn retry_after(headers: &HeaderMap) -> Option<Duration> {
         return Some(Duration::from_secs(text.parse().unwrap_or(u64::MAX)));
     }
     let until = httpdate::parse_http_date(text).ok()?;
-    let date = headers.get(DATE).and_then(|date| httpdate::parse_http_date(date.to_str().ok()?).ok());
+    let date = headers
+        .get(DATE)
+        .and_then(|date| httpdate::parse_http_date(date.to_str().ok()?).ok());
     let now = date.unwrap_or_else(SystemTime::now);
     Some(until.duration_since(now).unwrap_or_default())
 }
@@ -24,7 +26,10 @@ mod tests {
     use super::*;
 
     fn read(value: &str) -> Option<u64> {
-        let lines = [(RETRY_AFTER, value.parse().unwrap()), (DATE, "Wed, 21 Oct 2026 07:28:00 GMT".parse().unwrap())];
+        let lines = [
+            (RETRY_AFTER, value.parse().unwrap()),
+            (DATE, "Wed, 21 Oct 2026 07:28:00 GMT".parse().unwrap()),
+        ];
         retry_after(&lines.into_iter().collect()).map(|wait| wait.as_secs())
     }
 

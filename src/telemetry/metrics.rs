@@ -19,6 +19,13 @@ struct DeliveryLabels {
     outcome: &'static str,
 }
 
+/// What an attempt at a downstream taught us.
+#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct AttemptLabels {
+    downstream: String,
+    outcome: &'static str,
+}
+
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
 struct RequestLabels {
     route: String,
@@ -36,6 +43,9 @@ pub struct Metrics {
     retries: Counter,
     requests: Family<RequestLabels, Counter>,
     request_seconds: Histogram,
+    attempts: Family<AttemptLabels, Counter>,
+    attempt_seconds: Histogram,
+    unknowns: Gauge,
     swept: Counter,
     purged: Counter,
     purge_failures: Counter,
@@ -80,6 +90,11 @@ impl Metrics {
             retries: Counter::default(),
             requests: Family::default(),
             request_seconds: seconds(),
+            attempts: Family::default(),
+            attempt_seconds: Histogram::new([
+                0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0,
+            ]),
+            unknowns: Gauge::default(),
             swept: Counter::default(),
             purged: Counter::default(),
             purge_failures: Counter::default(),
@@ -130,6 +145,23 @@ impl Metrics {
         registry.register("http_requests", "Requests by route and status", self.requests.clone());
         let seconds = self.request_seconds.clone();
         registry.register_with_unit("http_request", "Time from request to answer", Unit::Seconds, seconds);
+        registry.register(
+            "attempts",
+            "Attempts at downstreams by what they taught (answered, not_sent, unknown)",
+            self.attempts.clone(),
+        );
+        let seconds = self.attempt_seconds.clone();
+        registry.register_with_unit(
+            "attempt",
+            "Time from sending to the end of the answer",
+            Unit::Seconds,
+            seconds,
+        );
+        registry.register(
+            "unknowns",
+            "Operations whose outcome is unknown, of every tenant, counted by the latest sweep up to 10000 a tenant",
+            self.unknowns.clone(),
+        );
         registry.register("recovered", "Abandoned operations taken over", self.swept.clone());
         registry.register(
             "purged_receipts",
@@ -192,6 +224,20 @@ impl Metrics {
     /// Counts an effect that this process committed, whether or not anybody still waits for its answer.
     pub fn committed_effect(&self) {
         self.effects.inc();
+    }
+
+    /// Counts an attempt at a downstream.
+    pub fn attempted(&self, downstream: &str, outcome: &'static str, took: Duration) {
+        let downstream = downstream.to_owned();
+        self.attempts
+            .get_or_create(&AttemptLabels { downstream, outcome })
+            .inc();
+        self.attempt_seconds.observe(took.as_secs_f64());
+    }
+
+    /// Shows how many outcomes are unknown.
+    pub fn unknowns(&self, count: u64) {
+        self.unknowns.set(i64::try_from(count).unwrap_or(i64::MAX));
     }
 
     /// Counts a committed group.

@@ -10,8 +10,8 @@ use std::time::Duration;
 use tokio::time::Instant;
 
 use super::{Apply, Member, Registered, Work, log_trouble};
-use crate::engine::queue::Queued;
 use crate::engine::outcome::{Known, Outcome, Refusal, after};
+use crate::engine::queue::Queued;
 use crate::ledger::operation::StateName;
 use crate::ledger::operation_id::OperationId;
 use crate::ledger::plan::{self, Beginning, Fence};

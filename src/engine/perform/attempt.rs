@@ -8,6 +8,7 @@ use bytes::{Bytes, BytesMut};
 use sha2::{Digest, Sha256};
 use tokio::sync::{mpsc, oneshot};
 use tokio::time::Instant;
+use tracing::Instrument;
 
 use super::decide::{self, Learnt, Next, Standing};
 use super::{Delivered, Passing, Perform, Piece, outgoing};
@@ -21,6 +22,7 @@ use crate::outbound::downstream::{Downstream, Route};
 use crate::outbound::headers;
 use crate::outbound::retry_after::retry_after;
 use crate::outbound::send::{Answer, Failure, Ready, Unknown};
+use crate::telemetry::trace;
 
 /// Pieces of a streamed answer that wait for a slow caller.
 const PIECES: usize = 16;
@@ -65,18 +67,49 @@ struct Complete {
 impl Attempt {
     /// Sends, and carries what comes of it to the ledger and to whoever still waits.
     pub async fn run(self, ready: Ready, reply: Option<Reply>) {
-        let mut caller = ToCaller::new(reply);
+        let span = tracing::info_span!(
+            "attempt",
+            otel.kind = "client",
+            downstream = %self.downstream.name,
+            operation.id = %self.forward.id,
+            kind = %self.forward.kind,
+            fingerprint = %self.forward.fingerprint,
+            attempt = self.fence.attempt,
+            outcome = tracing::field::Empty,
+        );
+        if let Some(parent) = self.forward.trace_parent.as_deref().and_then(|text| text.parse().ok()) {
+            trace::continue_from(&span, &parent);
+        }
+        self.perform(ready, ToCaller::new(reply)).instrument(span).await;
+    }
+
+    async fn perform(self, ready: Ready, mut caller: ToCaller) {
+        let began = Instant::now();
         let request = outgoing(&self.forward.request, &self.route);
-        match ready.send(request).await {
-            Ok(answer) => match self.receive(answer, &mut caller).await {
-                Ok(complete) => self.answered(complete, caller).await,
-                Err(unknown) => self.unknown(unknown, caller).await,
-            },
+        let ended = match ready.send(request).await {
+            Ok(answer) => self.receive(answer, &mut caller).await.map_err(Failure::Unknown),
+            Err(failure) => Err(failure),
+        };
+        let outcome = match &ended {
+            Ok(_) => "answered",
+            Err(Failure::NotSent(_)) => "not_sent",
+            Err(Failure::Unknown(_)) => "unknown",
+        };
+        tracing::Span::current().record("outcome", outcome);
+        self.perform
+            .metrics
+            .attempted(&self.downstream.name, outcome, began.elapsed());
+        match ended {
+            Ok(complete) => self.answered(complete, caller).await,
             Err(Failure::NotSent(not_sent)) => {
                 let next = decide::next(&self.route, Learnt::NotSent, self.standing(), jitter());
-                self.without_answer(next, "not_sent", &not_sent.to_string(), caller).await;
+                self.without_answer(next, "not_sent", &not_sent.to_string(), caller)
+                    .await;
             }
-            Err(Failure::Unknown(unknown)) => self.unknown(unknown, caller).await,
+            Err(Failure::Unknown(unknown)) => {
+                tracing::warn!(cause = %unknown, "the outcome is unknown");
+                self.unknown(unknown, caller).await;
+            }
         }
     }
 
@@ -85,8 +118,8 @@ impl Attempt {
         let lines = headers::replayed(&self.downstream, &answer.headers);
         let status = answer.status.as_u16();
         let wait = retry_after(&answer.headers);
-        let evidence = headers::evidence(&answer.headers)
-            .map(|ids| serde_json::json!({ "downstream_request": ids }).to_string());
+        let evidence =
+            headers::evidence(&answer.headers).map(|ids| serde_json::json!({ "downstream_request": ids }).to_string());
         let stored_body = self.downstream.limits.stored_body;
         // A retry must be able to tell its caller nothing yet.
         let may_wait = self.route.retry.on.contains(&answer.status) || self.repeated;
@@ -152,18 +185,24 @@ impl Attempt {
 
     async fn unknown(self, unknown: Unknown, caller: ToCaller) {
         let next = decide::next(&self.route, Learnt::Unknown, self.standing(), jitter());
-        self.without_answer(next, "outcome_unknown", &unknown.to_string(), caller).await;
+        self.without_answer(next, "outcome_unknown", &unknown.to_string(), caller)
+            .await;
     }
 
     /// The object that a conditional downstream refuses to make again may be ours.
     async fn read_back(self: Arc<Self>, complete: Complete, cause: String, caller: ToCaller) {
-        let found = self.perform.read_back(&self.forward, &self.downstream, &self.route).await;
+        let found = self
+            .perform
+            .read_back(&self.forward, &self.downstream, &self.route)
+            .await;
         let Some(attempt) = Arc::into_inner(self) else { return };
         match found {
             Ok(super::proof::Found::Ours(object)) => attempt.settle_proved(object, caller).await,
             Ok(super::proof::Found::Foreign) => attempt.settle(complete, false, caller).await,
             Ok(super::proof::Found::Nothing) => {
-                attempt.without_answer(Next::Unknown(None), "outcome_unknown", &cause, caller).await;
+                attempt
+                    .without_answer(Next::Unknown(None), "outcome_unknown", &cause, caller)
+                    .await;
             }
             Err(trouble) => {
                 let next = Next::Unknown(decide::recovery(&attempt.route, attempt.standing(), jitter()));
@@ -187,7 +226,11 @@ impl Attempt {
     }
 
     async fn settle(self, complete: Complete, succeeded: bool, caller: ToCaller) {
-        let state = if succeeded { StateName::Succeeded } else { StateName::Failed };
+        let state = if succeeded {
+            StateName::Succeeded
+        } else {
+            StateName::Failed
+        };
         let external_reference = self.reference(&complete);
         let receipt = Arc::new(match complete.body {
             Some(body) => Receipt::new(complete.status, complete.lines, body),

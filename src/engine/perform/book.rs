@@ -290,6 +290,8 @@ fn answer(group: Vec<Entry>, mut written: Written) {
 }
 
 fn log(error: &Error, entries: usize) {
-    let cause = std::error::Error::source(error).map(ToString::to_string).unwrap_or_default();
+    let cause = std::error::Error::source(error)
+        .map(ToString::to_string)
+        .unwrap_or_default();
     tracing::warn!(error = %error, cause, entries, "transaction rolled back");
 }

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use bytes::{Bytes, BytesMut};
 use http::header::ACCEPT;
-use http::{HeaderMap, HeaderValue, Method, StatusCode};
+use http::{HeaderMap, HeaderValue, Method};
 use serde_json::Value;
 
 use super::Perform;
@@ -76,11 +76,15 @@ impl Perform {
             headers: lines,
             body: Bytes::new(),
         };
-        let ready = self.outbound.connect(downstream).await.map_err(|error| error.to_string())?;
+        let ready = self
+            .outbound
+            .connect(downstream)
+            .await
+            .map_err(|error| error.to_string())?;
         let answer = ready.send(request).await.map_err(|error| error.to_string())?;
-        match answer.status {
-            StatusCode::OK => judge(downstream, answer, probe, &values).await,
-            StatusCode::NOT_FOUND | StatusCode::GONE => Ok(Found::Nothing),
+        match answer.status.as_u16() {
+            200 => judge(downstream, answer, probe, &values).await,
+            404 | 410 => Ok(Found::Nothing),
             status => Err(format!("the look-up was answered {status}")),
         }
     }
@@ -99,11 +103,15 @@ pub fn payload(forward: &Forward) -> Value {
 async fn judge(downstream: &Downstream, answer: Answer, probe: &Probe, values: &Values<'_>) -> Result<Found, String> {
     let lines = headers::replayed(downstream, &answer.headers);
     let body = whole(answer).await?;
-    let document: Value = serde_json::from_slice(&body).map_err(|error| format!("the look-up's answer is not JSON: {error}"))?;
+    let document: Value =
+        serde_json::from_slice(&body).map_err(|error| format!("the look-up's answer is not JSON: {error}"))?;
     let Some(object) = probe.found(&document) else {
         return Ok(Found::Nothing);
     };
-    if !probe.is_ours(&document, values).map_err(|missing| missing.to_string())? {
+    if !probe
+        .is_ours(&document, values)
+        .map_err(|missing| missing.to_string())?
+    {
         return Ok(Found::Foreign);
     }
     let whole_answer = std::ptr::eq(object, &document);

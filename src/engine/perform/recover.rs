@@ -39,14 +39,22 @@ struct Place<'a> {
 impl TakingUp {
     fn enter(&self, tenant: &Tenant, id: &OperationId) -> Option<Place<'_>> {
         let key = (tenant.clone(), id.clone());
-        let entered = self.0.lock().unwrap_or_else(PoisonError::into_inner).insert(key.clone());
+        let entered = self
+            .0
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .insert(key.clone());
         entered.then_some(Place { of: self, key })
     }
 }
 
 impl Drop for Place<'_> {
     fn drop(&mut self) {
-        self.of.0.lock().unwrap_or_else(PoisonError::into_inner).remove(&self.key);
+        self.of
+            .0
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .remove(&self.key);
     }
 }
 
@@ -96,7 +104,8 @@ impl Perform {
         let Some(case) = self.case(stored) else {
             if state == StateName::NeedsReconciliation {
                 let reason = "its downstream is not configured here any more";
-                self.learn(tenant, id, seen, None, "left_to_people", reason, None).await?;
+                self.learn(tenant, id, seen, None, "left_to_people", reason, None)
+                    .await?;
             }
             return Ok(false);
         };
@@ -117,10 +126,14 @@ impl Perform {
 
     /// Takes the claim of a lapsed instance away: its request may have left.
     pub async fn lapsed(self: &Arc<Self>, tenant: &Tenant, id: &OperationId, version: i32) -> Result<bool, Error> {
-        let due = self.stored(tenant, id).await?.and_then(|stored| self.case(stored)).map(|case| {
-            let due = decide::recovery(&case.route, case.standing(), jitter());
-            (case.forward, due)
-        });
+        let due = self
+            .stored(tenant, id)
+            .await?
+            .and_then(|stored| self.case(stored))
+            .map(|case| {
+                let due = decide::recovery(&case.route, case.standing(), jitter());
+                (case.forward, due)
+            });
         let actor = self.actor();
         let note = Note {
             event: "claim_lapsed",
@@ -176,7 +189,9 @@ impl Perform {
         let standing = case.standing();
         if standing.attempt >= case.route.retry.max_attempts || standing.age > case.route.retry.deadline {
             let cause = format!("no attempt of {} is left", case.route.retry.max_attempts);
-            return self.fail(&case.forward, case.stored.seen(), case.stored.attempt, &cause).await;
+            return self
+                .fail(&case.forward, case.stored.seen(), case.stored.attempt, &cause)
+                .await;
         }
         let ready = match self.outbound.connect(&case.downstream).await {
             Ok(ready) => ready,
@@ -212,18 +227,20 @@ impl Perform {
     /// What a downstream's ability makes of an unknown.
     async fn reconcile(self: &Arc<Self>, case: Case) -> Result<bool, Error> {
         match &case.route.ability {
-            Ability::Key { .. } | Ability::Conditional { .. } => match decide::recovery(&case.route, case.standing(), 0.0) {
-                Some(_) => self.send_again(case).await,
-                None => {
-                    let reason = match &case.route.ability {
-                        Ability::Key { .. } if case.standing().attempt < case.route.retry.max_attempts => {
-                            "the downstream may have forgotten the key by now; sending again could act twice"
-                        }
-                        _ => "no attempt is left",
-                    };
-                    self.leave_to_people(&case, reason).await
+            Ability::Key { .. } | Ability::Conditional { .. } => {
+                match decide::recovery(&case.route, case.standing(), 0.0) {
+                    Some(_) => self.send_again(case).await,
+                    None => {
+                        let reason = match &case.route.ability {
+                            Ability::Key { .. } if case.standing().attempt < case.route.retry.max_attempts => {
+                                "the downstream may have forgotten the key by now; sending again could act twice"
+                            }
+                            _ => "no attempt is left",
+                        };
+                        self.leave_to_people(&case, reason).await
+                    }
                 }
-            },
+            }
             Ability::Lookup {
                 probe,
                 settle_delay,
@@ -501,7 +518,10 @@ impl Case {
 
     /// The longer nothing has changed, the longer the next pause.
     fn pause(&self) -> Duration {
-        (self.since_last_send() / 4).clamp(self.route.retry.first_delay.max(Duration::from_millis(200)), LONGEST_PAUSE)
+        (self.since_last_send() / 4).clamp(
+            self.route.retry.first_delay.max(Duration::from_millis(200)),
+            LONGEST_PAUSE,
+        )
     }
 
     fn attempt(self, perform: &Arc<Perform>, fence: Fence, repeated: bool) -> Attempt {

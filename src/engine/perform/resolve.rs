@@ -5,8 +5,8 @@ use std::time::Duration;
 
 use tokio::time::Instant;
 
-use super::attempt::Attempt;
 use super::Perform;
+use super::attempt::Attempt;
 use crate::engine::intake::refusal;
 use crate::engine::outcome::{Known, Refusal};
 use crate::ledger::compensation;
@@ -66,11 +66,20 @@ pub enum NotResolved {
     /// The key does not cover the operation's kind.
     NotCovered,
     /// It is in another state, or has changed since it was seen.
-    Changed { known: Known, version: i32 },
+    Changed {
+        known: Known,
+        version: i32,
+    },
     /// A request may still be on its way.
-    TooEarly { known: Known, wait: Duration },
+    TooEarly {
+        known: Known,
+        wait: Duration,
+    },
     /// The reversal is not declared, or cannot be made from what is stored.
-    NoReversal { known: Known, cause: String },
+    NoReversal {
+        known: Known,
+        cause: String,
+    },
     Refused(Refusal),
 }
 
@@ -109,7 +118,8 @@ impl Perform {
             } => {
                 let receipt = answer.unwrap_or_else(|| Receipt::resolved(described(&operation), reason));
                 let reference = external_reference.as_deref();
-                self.end(&operation, StateName::Succeeded, &receipt, reference, note).await?
+                self.end(&operation, StateName::Succeeded, &receipt, reference, note)
+                    .await?
             }
             Verdict::Failed => {
                 let receipt = Receipt::gave_up(described(&operation), reason);
@@ -118,7 +128,11 @@ impl Perform {
             Verdict::NotExecuted => self.allow(&operation, stored.as_ref(), note).await?,
             Verdict::Compensate => return self.undo(&operation, stored, note).await,
         };
-        if done { Ok(()) } else { Err(self.changed_meanwhile(caller, id).await) }
+        if done {
+            Ok(())
+        } else {
+            Err(self.changed_meanwhile(caller, id).await)
+        }
     }
 
     /// Undoes a succeeded operation by its declared reversal.
@@ -230,9 +244,15 @@ impl Perform {
         let reversal = self
             .reversal(operation, &stored, &downstream, call, note.actor)
             .map_err(|cause| no_reversal(&cause))?;
-        let path = reversal.request.path_and_query.strip_prefix(&downstream.base.path).unwrap_or_default();
+        let path = reversal
+            .request
+            .path_and_query
+            .strip_prefix(&downstream.base.path)
+            .unwrap_or_default();
         let method = http::Method::from_bytes(reversal.request.method.as_bytes()).unwrap_or_default();
-        let its_route = downstream.route(&method, path.split('?').next().unwrap_or_default()).clone();
+        let its_route = downstream
+            .route(&method, path.split('?').next().unwrap_or_default())
+            .clone();
         let ready = self.outbound.connect(&downstream).await.map_err(|not_sent| {
             NotResolved::Refused(Refusal::Unreachable {
                 downstream: downstream.name.clone(),
@@ -288,10 +308,13 @@ impl Perform {
         call: &Call,
         actor: &str,
     ) -> Result<Forward, String> {
-        let answer = operation.state.settlement().and_then(|settlement| match &settlement.answer {
-            Answer::Kept(receipt) => serde_json::from_slice(&receipt.body).ok(),
-            Answer::Expired => None,
-        });
+        let answer = operation
+            .state
+            .settlement()
+            .and_then(|settlement| match &settlement.answer {
+                Answer::Kept(receipt) => serde_json::from_slice(&receipt.body).ok(),
+                Answer::Expired => None,
+            });
         let answer: serde_json::Value = answer.unwrap_or_default();
         let id = compensation::reversal_id(&operation.id);
         let key = forward::downstream_key(&operation.tenant, &id);
@@ -352,12 +375,10 @@ enum Begun {
 }
 
 /// A declared call as it is stored and sent.
-pub fn call_request(
-    downstream: &Downstream,
-    call: &Call,
-    values: &Values<'_>,
-) -> Result<forward::Request, String> {
-    let request = call.request(&downstream.base, values).map_err(|unfit| unfit.to_string())?;
+pub fn call_request(downstream: &Downstream, call: &Call, values: &Values<'_>) -> Result<forward::Request, String> {
+    let request = call
+        .request(&downstream.base, values)
+        .map_err(|unfit| unfit.to_string())?;
     Ok(forward::Request {
         method: request.method.as_str().to_owned(),
         path_and_query: request.path_and_query.as_str().to_owned(),
