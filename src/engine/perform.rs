@@ -39,7 +39,7 @@ use crate::ledger::tenant::Tenant;
 use crate::outbound::downstream::{Downstream, Route};
 use crate::outbound::headers;
 use crate::outbound::registry::{DownstreamKinds, Downstreams};
-use crate::outbound::send::{self, Failure, Outbound, Ready};
+use crate::outbound::send::{self, Failure, NotSent, Outbound, Ready};
 use crate::postgres::error::{Error as DatabaseError, Trouble};
 use crate::postgres::pool::Pool;
 use crate::postgres::session::{Limits, Session};
@@ -159,13 +159,13 @@ impl Perform {
         }
         // A known id needs no connection, and must be answered even if the downstream is gone.
         if !self.outbound.has_idle(&downstream)
-            && let Some(operation) = self.operation(&tenant, &id).await?
+            && let Some(operation) = Box::pin(self.operation(&tenant, &id)).await?
         {
             return Ok(Delivered::Outcome(Outcome::of(&operation, &fingerprint)));
         }
         let ready = match self.outbound.connect(&downstream).await {
             Ok(ready) => ready,
-            Err(not_sent) => return self.unreachable(&forward, not_sent.to_string()).await,
+            Err(not_sent) => return Box::pin(self.unreachable(&forward, not_sent)).await,
         };
         let (reply, answered) = oneshot::channel();
         let perform = self.clone();
@@ -184,17 +184,13 @@ impl Perform {
         request: send::Request,
         downstream: Arc<Downstream>,
     ) -> Result<Passing, Refusal> {
-        let unreachable = |cause: String| Refusal::Unreachable {
-            downstream: downstream.name.clone(),
-            cause,
-        };
         let ready = self
             .outbound
             .connect(&downstream)
             .await
-            .map_err(|not_sent| unreachable(not_sent.to_string()))?;
+            .map_err(|not_sent| not_reached(&downstream.name, not_sent))?;
         let mut answer = ready.send(request).await.map_err(|failure| match failure {
-            Failure::NotSent(not_sent) => unreachable(not_sent.to_string()),
+            Failure::NotSent(not_sent) => not_reached(&downstream.name, not_sent),
             Failure::Unknown(unknown) => Refusal::NoAnswer {
                 downstream: downstream.name.clone(),
                 cause: unknown.to_string(),
@@ -256,14 +252,11 @@ impl Perform {
         Ok(outcome)
     }
 
-    async fn unreachable(&self, forward: &Forward, cause: String) -> Result<Delivered, Refusal> {
+    async fn unreachable(&self, forward: &Forward, not_sent: NotSent) -> Result<Delivered, Refusal> {
         if let Some(operation) = self.operation(&forward.tenant, &forward.id).await? {
             return Ok(Delivered::Outcome(Outcome::of(&operation, &forward.fingerprint)));
         }
-        Err(Refusal::Unreachable {
-            downstream: forward.downstream.clone(),
-            cause,
-        })
+        Err(not_reached(&forward.downstream, not_sent))
     }
 
     async fn claim_and_send(
@@ -283,17 +276,19 @@ impl Perform {
         match self.book.claim(forward.clone()).await {
             Ok(Claim::Won) => {}
             Ok(Claim::Lost(operation)) => {
+                ready.give_back();
                 let outcome = Outcome::of(&operation, &forward.fingerprint);
                 return drop(reply.send(Ok(Delivered::Outcome(outcome))));
             }
             Ok(Claim::Contended) => {
+                ready.give_back();
                 let operation = Known::forwarded(&forward, None);
                 return drop(reply.send(Ok(Delivered::Outcome(Outcome::InProgress { operation }))));
             }
             Err(unwritten) => {
                 drop(reply.send(Err(refused(&unwritten))));
                 if matches!(unwritten, Unwritten::Unclear(_)) {
-                    self.disown(&forward, fence).await;
+                    Box::pin(self.disown(&forward, fence)).await;
                 }
                 return;
             }
@@ -317,9 +312,9 @@ impl Perform {
                 repeated: false,
             };
             drop(reply.send(Ok(Delivered::Outcome(accepted))));
-            attempt.run(ready, None).await;
+            Box::pin(attempt.run(ready, None)).await;
         } else {
-            attempt.run(ready, Some(reply)).await;
+            Box::pin(attempt.run(ready, Some(reply))).await;
         }
     }
 
@@ -425,6 +420,19 @@ fn outgoing(request: &Request, route: &Route) -> send::Request {
             .unwrap_or_else(|_| PathAndQuery::from_static("/")),
         headers: lines,
         body: request.body.clone(),
+    }
+}
+
+/// A place that nobody leaves is a queue that is full; anything else is a downstream that is not there.
+fn not_reached(downstream: &Arc<str>, not_sent: NotSent) -> Refusal {
+    if not_sent.stage == "busy" {
+        return Refusal::Busy {
+            retry_after: Duration::from_secs(2),
+        };
+    }
+    Refusal::Unreachable {
+        downstream: downstream.clone(),
+        cause: not_sent.to_string(),
     }
 }
 

@@ -72,12 +72,20 @@ pub fn downstream_key(tenant: &Tenant, id: &OperationId) -> String {
     key
 }
 
+/// As PostgreSQL takes it, in milliseconds.
+fn lock_timeout(lock: Duration) -> String {
+    lock.as_millis().to_string()
+}
+
 /// Claims every id that is free, with its request; answers when each was claimed. Ids are in order, one tenant's, and
 /// none occurs twice. Losers are read in a statement of their own.
+///
+/// The statement sets its own limit for locks (`lock`), so that it can be a transaction by itself.
 pub async fn claim_all(
     session: &mut Session,
     tenant: &Tenant,
     instance: Uuid,
+    lock: Duration,
     forwards: &[&Forward],
 ) -> Result<HashMap<String, OffsetDateTime>, Error> {
     fn all<'a, T>(forwards: &[&'a Forward], part: impl Fn(&'a Forward) -> T) -> Vec<T> {
@@ -85,8 +93,9 @@ pub async fn claim_all(
     }
     let claimed = sqlx::query!(
         r#"
-        with m as materialized (
-            select * from unnest(
+        with limits as materialized (select set_config('lock_timeout', $19, true)),
+        m as materialized (
+            select m.* from limits, unnest(
                 $3::text[], $4::text[], $5::text[], $6::text[], $7::text[], $8::text[], $9::text[], $10::text[],
                 $11::text[], $12::text[], $13::text[], $14::text[], $15::text[], $16::text[], $17::bytea[], $18::text[])
             as m (operation_id, kind, target, downstream, fingerprint, payload, run, run_id, external_reference,
@@ -132,6 +141,7 @@ pub async fn claim_all(
         &all(forwards, |one| headers_json(&one.request.headers)) as _,
         &all(forwards, |one| &one.request.body[..]) as _,
         &all(forwards, |one| one.request.downstream_key.as_str()) as _,
+        lock_timeout(lock),
     )
     .fetch_all(&mut *session)
     .await
@@ -158,11 +168,12 @@ pub struct Answered {
 }
 
 /// Settles every operation whose claim still stands, with receipt and history row; answers their times by id. The others
-/// have been decided by somebody else meanwhile.
+/// have been decided by somebody else meanwhile. It sets its own limit for locks, too.
 pub async fn settle_all(
     session: &mut Session,
     tenant: &Tenant,
     instance: Uuid,
+    lock: Duration,
     answered: &[&Answered],
 ) -> Result<HashMap<String, Times>, Error> {
     fn all<'a, T>(answered: &[&'a Answered], part: impl Fn(&'a Answered) -> T) -> Vec<T> {
@@ -170,8 +181,9 @@ pub async fn settle_all(
     }
     let settled = sqlx::query!(
         r#"
-        with m as materialized (
-            select * from unnest(
+        with limits as materialized (select set_config('lock_timeout', $15, true)),
+        m as materialized (
+            select m.* from limits, unnest(
                 $3::text[], $4::int4[], $5::text[], $6::float8[], $7::text[], $8::text[], $9::text[], $10::int2[],
                 $11::text[], $12::bytea[], $13::bytea[], $14::int8[])
             as m (operation_id, attempt, state, retention, external_reference, reason, evidence, status, headers, body,
@@ -213,6 +225,7 @@ pub async fn settle_all(
         &all(answered, |one| &one.receipt.body[..]) as _,
         &all(answered, |one| &one.receipt.body_sha256[..]) as _,
         &all(answered, |one| one.receipt.omitted.map(Omitted::bytes)) as _,
+        lock_timeout(lock),
     )
     .fetch_all(&mut *session)
     .await

@@ -154,7 +154,8 @@ impl Outbound {
         let place = pool.place().await?;
         let line = match pool.take() {
             Some(line) => line,
-            None => pool.dial().await?,
+            // On the heap: dialling takes a large future, and waiting for an answer a small one.
+            None => Box::pin(pool.dial()).await?,
         };
         Ok(Ready {
             line,
@@ -179,6 +180,15 @@ impl Outbound {
 }
 
 impl Ready {
+    /// Puts it back unused.
+    pub fn give_back(self) {
+        match self.line {
+            Line::One(connection) => self.pool.give_back(connection),
+            // Others use the same connection.
+            Line::Lane(_) => {}
+        }
+    }
+
     /// Sends the request, once. If the connection turns out to have been closed before it took the first byte, a fresh
     /// one is dialled; that is still the one send. Dropped, it closes the connection.
     pub async fn send(self, request: Request) -> Result<Answer, Failure> {
@@ -191,7 +201,7 @@ impl Ready {
         let outgoing = Outgoing::new(request, &downstream);
         let sent = match outgoing.send_on(line, &downstream).await {
             // Not from the pool: what waits there may be as old.
-            Err(Broken::Untouched(_)) => outgoing.send_on(pool.dial().await?, &downstream).await,
+            Err(Broken::Untouched(_)) => outgoing.send_on(Box::pin(pool.dial()).await?, &downstream).await,
             sent => sent,
         };
         match sent {

@@ -84,7 +84,9 @@ impl Pool {
 
     /// Borrows a connection.
     pub async fn session(&self) -> Result<Session, Error> {
-        let connection = self.pool.acquire().await.map_err(doing("get a database connection"))?;
+        // On the heap: sqlx's future has 4 KB, and would make those of all who await it that much larger.
+        let connection = Box::pin(self.pool.acquire());
+        let connection = connection.await.map_err(doing("get a database connection"))?;
         Ok(Session::new(connection, self.prepared_statements))
     }
 

@@ -59,7 +59,7 @@ impl Session {
     }
 
     /// Sets how long statements outside a transaction are waited for.
-    pub(super) fn expect_answers(&mut self, limits: Limits) {
+    pub fn expect_answers(&mut self, limits: Limits) {
         self.patience = Some(limits.statement + PATIENCE);
     }
 
@@ -125,6 +125,11 @@ impl Session {
 
     /// Ends what `Pool::reader` may have begun; call it after the last statement.
     pub async fn finish(mut self) -> Result<(), Error> {
+        self.finish_if_begun().await
+    }
+
+    /// Commits, if a transaction is open.
+    pub async fn finish_if_begun(&mut self) -> Result<(), Error> {
         if self.in_transaction {
             self.commit().await
         } else {

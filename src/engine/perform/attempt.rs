@@ -100,7 +100,8 @@ impl Attempt {
             .metrics
             .attempted(&self.downstream.name, outcome, began.elapsed());
         match ended {
-            Ok(complete) => self.answered(complete, caller).await,
+            // On the heap: what comes after the answer needs more room than waiting for it.
+            Ok(complete) => Box::pin(self.answered(complete, caller)).await,
             Err(Failure::NotSent(not_sent)) => {
                 let next = decide::next(&self.route, Learnt::NotSent, self.standing(), jitter());
                 self.without_answer(next, "not_sent", &not_sent.to_string(), caller)
@@ -108,7 +109,7 @@ impl Attempt {
             }
             Err(Failure::Unknown(unknown)) => {
                 tracing::warn!(cause = %unknown, "the outcome is unknown");
-                self.unknown(unknown, caller).await;
+                Box::pin(self.unknown(unknown, caller)).await;
             }
         }
     }

@@ -267,7 +267,14 @@ impl Perform {
         };
         let begun = self
             .write(async |session| {
-                let claimed = forward::claim_all(session, &reversal.tenant, self.instance, &[&reversal]).await?;
+                let claimed = forward::claim_all(
+                    session,
+                    &reversal.tenant,
+                    self.instance,
+                    super::LIMITS.lock,
+                    &[&reversal],
+                )
+                .await?;
                 if claimed.is_empty() {
                     return Ok(Begun::Exists);
                 }
