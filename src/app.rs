@@ -312,6 +312,7 @@ impl Running {
             Ok(()) => 0,
             Err(_) => self.app.intake.apply.running_alone() + self.app.intake.apply.queued(),
         };
+        let _ = tokio::time::timeout_at(until.max(Instant::now() + CLOSING), self.app.perform.finish()).await;
         self.stop_heart.cancel();
         self.background.close();
         self.background.wait().await;

@@ -84,15 +84,15 @@ pub struct Measure {
 
 #[derive(Subcommand)]
 enum Command {
-    #[command(hide = true)]
-    ServeDownstream,
-    #[command(hide = true)]
-    ServePlain {
+    #[command(hide = true, name = "serve-downstream")]
+    Downstream,
+    #[command(hide = true, name = "serve-plain")]
+    Plain {
         #[arg(long)]
         downstream: String,
     },
-    #[command(hide = true)]
-    ServeHandwritten {
+    #[command(hide = true, name = "serve-handwritten")]
+    Handwritten {
         #[arg(long)]
         downstream: String,
         #[arg(long)]
@@ -105,9 +105,9 @@ enum Command {
 fn main() -> Result<()> {
     let options = Options::parse();
     match options.command {
-        Some(Command::ServeDownstream) => server_runtime()?.block_on(servers::downstream()),
-        Some(Command::ServePlain { downstream }) => server_runtime()?.block_on(servers::plain(downstream)),
-        Some(Command::ServeHandwritten {
+        Some(Command::Downstream) => server_runtime()?.block_on(servers::downstream()),
+        Some(Command::Plain { downstream }) => server_runtime()?.block_on(servers::plain(downstream)),
+        Some(Command::Handwritten {
             downstream,
             database_url,
             pool,

@@ -11,8 +11,10 @@ use crate::histogram::Histogram;
 use crate::process;
 use crate::rounds::{Measurement, Phase};
 
+type Rate = (Name, Phase);
+
 /// Which rate is divided by which.
-const RATIOS: [((Name, Phase), (Name, Phase), &str); 4] = [
+const RATIOS: [(Rate, Rate, &str); 4] = [
     (
         (Name::Opledger, Phase::First),
         (Name::Handwritten, Phase::First),

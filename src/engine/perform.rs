@@ -19,6 +19,7 @@ use http::uri::PathAndQuery;
 use http::{HeaderMap, HeaderName, HeaderValue, Method};
 use tokio::sync::{mpsc, oneshot};
 use tokio::time::Instant;
+use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 use uuid::Uuid;
 
@@ -84,6 +85,8 @@ pub struct Perform {
     declared: RwLock<Declared>,
     book: Arc<Book>,
     taking_up: TakingUp,
+    /// Nothing that is due later is waited for.
+    stop: CancellationToken,
     retention: Duration,
 }
 
@@ -96,7 +99,7 @@ impl Perform {
         instance: Uuid,
         settings: Settings,
     ) -> Arc<Self> {
-        let book = Book::open(pool.clone(), settings.queue, instance, metrics.clone(), &tasks);
+        let book = Book::open(pool.clone(), settings.queue, instance, metrics.clone());
         Arc::new(Self {
             pool,
             outbound: Outbound::default(),
@@ -107,6 +110,7 @@ impl Perform {
             declared: RwLock::new(settings.declared),
             book,
             taking_up: TakingUp::default(),
+            stop: CancellationToken::new(),
             retention: settings.retention,
         })
     }
@@ -142,7 +146,13 @@ impl Perform {
 
     /// Takes no more claims; what is under way is finished.
     pub fn close(&self) {
+        self.stop.cancel();
         self.book.close();
+    }
+
+    /// Writes what is left to be written; called when everything under way has ended.
+    pub async fn finish(&self) {
+        self.book.finish().await;
     }
 
     /// Forwards an operation once, or says what became of it.
@@ -204,7 +214,7 @@ impl Perform {
             body,
         };
         // It ends when the caller goes away: dropping the answer closes its connection.
-        tokio::spawn(async move {
+        self.tasks.spawn(async move {
             while let Some(piece) = answer.body.next().await {
                 let Ok(piece) = piece else { return };
                 if pieces.send(Piece::Data(piece)).await.is_err() {

@@ -14,14 +14,14 @@ use crate::postgres::session::Session;
 /// The id of an operation's reversal: there is only one.
 pub fn reversal_id(id: &OperationId) -> OperationId {
     const SUFFIX: &str = ":compensation";
-    OperationId::parse(&format!("{id}{SUFFIX}")).unwrap_or_else(|_| {
+    OperationId::parse(format!("{id}{SUFFIX}")).unwrap_or_else(|_| {
         // Too long: then by digest, which fits.
         use sha2::{Digest, Sha256};
         let digits: String = Sha256::digest(id.as_str())
             .iter()
             .map(|byte| format!("{byte:02x}"))
             .collect();
-        OperationId::parse(&format!("{digits}{SUFFIX}")).unwrap_or_else(|_| id.clone())
+        OperationId::parse(format!("{digits}{SUFFIX}")).unwrap_or_else(|_| id.clone())
     })
 }
 

@@ -1,12 +1,12 @@
 //! `Retry-After` (RFC 9110, 10.2.3): seconds or a date. What is neither counts as absent.
 
-use std::time::{Duration, SystemTime};
+use std::time::Duration;
 
 use http::HeaderMap;
 use http::header::{DATE, RETRY_AFTER};
 
-/// How long the downstream asks us to wait. A date is read against the answer's own clock if it shows one, because ours
-/// may differ; one in the past is no wait.
+/// How long the downstream asks us to wait. A date is read against the clock that the answer shows in `Date`, because ours
+/// may differ, and counts as absent if it shows none; one in the past is no wait.
 pub fn retry_after(headers: &HeaderMap) -> Option<Duration> {
     let text = headers.get(RETRY_AFTER)?.to_str().ok()?.trim();
     if !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit()) {
@@ -14,10 +14,7 @@ pub fn retry_after(headers: &HeaderMap) -> Option<Duration> {
         return Some(Duration::from_secs(text.parse().unwrap_or(u64::MAX)));
     }
     let until = httpdate::parse_http_date(text).ok()?;
-    let date = headers
-        .get(DATE)
-        .and_then(|date| httpdate::parse_http_date(date.to_str().ok()?).ok());
-    let now = date.unwrap_or_else(SystemTime::now);
+    let now = httpdate::parse_http_date(headers.get(DATE)?.to_str().ok()?).ok()?;
     Some(until.duration_since(now).unwrap_or_default())
 }
 

@@ -8,6 +8,7 @@ use bytes::{Bytes, BytesMut};
 use sha2::{Digest, Sha256};
 use tokio::sync::{mpsc, oneshot};
 use tokio::time::Instant;
+use tokio_util::task::TaskTracker;
 use tracing::Instrument;
 
 use super::decide::{self, Learnt, Next, Standing};
@@ -80,7 +81,8 @@ impl Attempt {
         if let Some(parent) = self.forward.trace_parent.as_deref().and_then(|text| text.parse().ok()) {
             trace::continue_from(&span, &parent);
         }
-        self.perform(ready, ToCaller::new(reply)).instrument(span).await;
+        let caller = ToCaller::new(reply, self.perform.tasks.clone());
+        self.perform(ready, caller).instrument(span).await;
     }
 
     async fn perform(self, ready: Ready, mut caller: ToCaller) {
@@ -269,6 +271,11 @@ impl Attempt {
         if succeeded {
             self.perform.metrics.committed_effect();
         }
+        if receipt.omitted.is_some() {
+            // Whoever reads the stream has it whole.
+            let operation = self.known(state);
+            return caller.end(Outcome::NotStored { operation, receipt });
+        }
         let outcome = Outcome::Settled {
             operation: self.known(state),
             receipt,
@@ -277,9 +284,7 @@ impl Attempt {
             replayed: false,
         }
         .since(asked);
-        if !matches!(&outcome, Outcome::Settled { receipt, .. } if receipt.omitted.is_some()) {
-            self.perform.replays.keep(&self.forward.tenant, &outcome);
-        }
+        self.perform.replays.keep(&self.forward.tenant, &outcome);
         caller.end(outcome);
     }
 
@@ -451,14 +456,16 @@ struct ToCaller {
     reply: Option<Reply>,
     pieces: Option<mpsc::Sender<Piece>>,
     streaming: bool,
+    tasks: TaskTracker,
 }
 
 impl ToCaller {
-    fn new(reply: Option<Reply>) -> Self {
+    fn new(reply: Option<Reply>, tasks: TaskTracker) -> Self {
         Self {
             reply,
             pieces: None,
             streaming: false,
+            tasks,
         }
     }
 
@@ -511,7 +518,8 @@ impl ToCaller {
         }
         if let Some(pieces) = self.pieces.take() {
             // Nobody waits for a reader that does not read.
-            tokio::spawn(async move { drop(tokio::time::timeout(READER_PATIENCE, pieces.send(Piece::End)).await) });
+            self.tasks
+                .spawn(async move { drop(tokio::time::timeout(READER_PATIENCE, pieces.send(Piece::End)).await) });
         }
     }
 

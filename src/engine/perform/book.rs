@@ -5,6 +5,7 @@
 
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use time::OffsetDateTime;
@@ -99,25 +100,33 @@ pub struct Book {
     queue: Queue<Entry>,
     instance: Uuid,
     metrics: Arc<Metrics>,
+    /// No more claims; settlements are taken to the end.
+    closed: AtomicBool,
+    /// Apart from all other tasks: they end last, when nobody is left who could have something to write.
+    writers: TaskTracker,
 }
 
 impl Book {
-    /// Starts the writers on `tasks`.
-    pub fn open(pool: Pool, capacity: usize, instance: Uuid, metrics: Arc<Metrics>, tasks: &TaskTracker) -> Arc<Self> {
+    pub fn open(pool: Pool, capacity: usize, instance: Uuid, metrics: Arc<Metrics>) -> Arc<Self> {
         let book = Arc::new(Self {
             pool,
             queue: Queue::new(capacity),
             instance,
             metrics,
+            closed: AtomicBool::new(false),
+            writers: TaskTracker::new(),
         });
         for _ in 0..WRITERS {
-            tasks.spawn(write(book.clone()));
+            book.writers.spawn(write(book.clone()));
         }
         book
     }
 
     /// Claims the operation, if its id is free.
     pub async fn claim(&self, forward: Arc<Forward>) -> Result<Claim, Unwritten> {
+        if self.closed.load(Ordering::Relaxed) {
+            return Err(Unwritten::Stopping);
+        }
         let (reply, written) = oneshot::channel();
         self.enter(Entry::Claim { forward, reply })?;
         written.await.unwrap_or(Err(Unwritten::Stopping))
@@ -136,9 +145,16 @@ impl Book {
         written.await.unwrap_or(Err(Unwritten::Stopping))
     }
 
-    /// Takes no more claims; the writers end when everything is written.
+    /// Takes no more claims.
     pub fn close(&self) {
+        self.closed.store(true, Ordering::Relaxed);
+    }
+
+    /// Ends when everything is written. Called when nobody writes any more.
+    pub async fn finish(&self) {
         self.queue.close();
+        self.writers.close();
+        self.writers.wait().await;
     }
 
     fn enter(&self, entry: Entry) -> Result<(), Unwritten> {

@@ -71,13 +71,12 @@ impl Perform {
     /// Takes an operation up again after this delay, if this process still lives; if not, a sweep does.
     pub(super) fn wake_after(self: &Arc<Self>, forward: &Forward, delay: Duration) {
         let (perform, tenant, id) = (self.clone(), forward.tenant.clone(), forward.id.clone());
-        // Not one of the tasks that stopping waits for: it has begun nothing yet.
-        tokio::spawn(async move {
-            tokio::time::sleep(delay).await;
-            if perform.tasks.is_closed() {
-                return;
+        self.tasks.spawn(async move {
+            tokio::select! {
+                () = tokio::time::sleep(delay) => perform.take_up_later(&tenant, &id),
+                // It has begun nothing yet, and another process will.
+                () = perform.stop.cancelled() => {}
             }
-            perform.take_up_later(&tenant, &id);
         });
     }
 
