@@ -50,6 +50,8 @@ impl Http1 {
     pub async fn new(stream: Stream, meter: Arc<Meter>) -> hyper::Result<Self> {
         let (sender, connection) = Builder::new()
             .max_buf_size(BUFFER)
+            // The buffer alone would let a head pass that arrives in few large pieces.
+            .max_header_size(BUFFER)
             .max_headers(MOST_LINES)
             .handshake(TokioIo::new(stream))
             .await?;

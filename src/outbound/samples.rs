@@ -2,8 +2,6 @@
 
 use std::time::Duration;
 
-use http::StatusCode;
-
 use super::downstream::{Ability, Downstream, Limits, Retry, Route, Tls};
 
 pub fn downstream() -> Downstream {
@@ -40,7 +38,7 @@ pub fn route(method: &str, pattern: &str) -> Route {
         meaningful_headers: Vec::new(),
         max_in_flight: Duration::from_secs(90),
         retry: Retry {
-            on: vec![StatusCode::TOO_MANY_REQUESTS],
+            on: Vec::new(),
             max_attempts: 5,
             first_delay: Duration::from_millis(500),
             longest_delay: Duration::from_secs(30),

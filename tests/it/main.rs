@@ -15,6 +15,7 @@ mod keys;
 mod layers;
 mod lookups;
 mod migrations;
+mod outbound;
 mod plans;
 mod pooler;
 mod retention;
