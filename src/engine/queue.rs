@@ -66,7 +66,7 @@ impl Queue {
         }
         waiting.insert(member, VecDeque::push_back);
         drop(waiting);
-        self.arrived.notify_one();
+        self.arrived.notify_last();
         Ok(())
     }
 
@@ -80,7 +80,7 @@ impl Queue {
             waiting.insert(member, VecDeque::push_front);
         }
         drop(waiting);
-        self.arrived.notify_one();
+        self.arrived.notify_last();
     }
 
     /// Waits for work and takes up to `most` members of the tenant whose turn it is: whatever is there, at once.
@@ -92,14 +92,14 @@ impl Queue {
                 let mut waiting = self.lock();
                 if let Some((tenant, number, group)) = waiting.group(most) {
                     if waiting.length > 0 {
-                        self.arrived.notify_one();
+                        self.arrived.notify_last();
                     }
                     let queue = self;
                     return Some((group, Turn { queue, tenant, number }));
                 }
                 if waiting.closed && waiting.length == 0 {
                     // Wake the next worker that waits, so that all of them see the end.
-                    self.arrived.notify_one();
+                    self.arrived.notify_last();
                     return None;
                 }
                 waiting.next_turn()
@@ -115,7 +115,7 @@ impl Queue {
     /// Refuses new members from now on; what waits is still given out.
     pub fn close(&self) {
         self.lock().closed = true;
-        self.arrived.notify_one();
+        self.arrived.notify_last();
     }
 
     /// Whether new members are refused.
