@@ -69,7 +69,7 @@ impl<Member: Queued> Queue<Member> {
         }
         waiting.insert(member, VecDeque::push_back);
         drop(waiting);
-        self.arrived.notify_one();
+        self.arrived.notify_last();
         Ok(())
     }
 
@@ -83,7 +83,7 @@ impl<Member: Queued> Queue<Member> {
             waiting.insert(member, VecDeque::push_front);
         }
         drop(waiting);
-        self.arrived.notify_one();
+        self.arrived.notify_last();
     }
 
     /// Waits for work and takes up to `most` members of the tenant whose turn it is: whatever is there, at once.
@@ -95,14 +95,14 @@ impl<Member: Queued> Queue<Member> {
                 let mut waiting = self.lock();
                 if let Some((tenant, number, group)) = waiting.group(most) {
                     if waiting.length > 0 {
-                        self.arrived.notify_one();
+                        self.arrived.notify_last();
                     }
                     let queue = self;
                     return Some((group, Turn { queue, tenant, number }));
                 }
                 if waiting.closed && waiting.length == 0 {
                     // Wake the next worker that waits, so that all of them see the end.
-                    self.arrived.notify_one();
+                    self.arrived.notify_last();
                     return None;
                 }
                 waiting.next_turn()
@@ -118,7 +118,7 @@ impl<Member: Queued> Queue<Member> {
     /// Refuses new members from now on; what waits is still given out.
     pub fn close(&self) {
         self.lock().closed = true;
-        self.arrived.notify_one();
+        self.arrived.notify_last();
     }
 
     /// Whether new members are refused.

@@ -1,4 +1,6 @@
-//! Settling: running handlers, and storing what they led to, inside the transaction that claimed.
+//! Settling: running a handler, and storing what handlers led to, inside the transaction that claimed.
+//!
+//! What a group's handlers return is stored by the statement that claims (`claim`); refusals are stored here.
 
 use serde_json::value::RawValue;
 use sqlx::postgres::PgDatabaseError;
@@ -24,9 +26,9 @@ pub struct Call<'a> {
 
 /// What a handler did.
 #[derive(Debug)]
-pub enum Applied {
-    /// It returned; this is its result as JSON text.
-    Returned(Box<RawValue>),
+pub enum Applied<T> {
+    /// It returned, and this came of it.
+    Returned(T),
     /// A business rule or a constraint refused: the effect is undone, and this is final.
     Refused(Raised),
     /// A deadlock, a lock time-out, a resource: the effect is undone, and the next try may pass.
@@ -35,7 +37,7 @@ pub enum Applied {
     Broken(Raised),
 }
 
-impl Applied {
+impl<T> Applied<T> {
     /// What a deferred constraint raised when it was checked; `None` if it was not the database that failed.
     pub fn by_constraint(error: &Error) -> Option<Self> {
         let sqlx::Error::Database(database) = &error.source else {
@@ -52,6 +54,16 @@ impl Applied {
         Some(Self::raised(raised.without_row_contents()))
     }
 
+    /// What `ledger.apply` reported of a handler that did not return.
+    pub fn reported(sqlstate: Option<String>, message: Option<String>, detail: Option<String>) -> Self {
+        let raised = Raised {
+            sqlstate: sqlstate.unwrap_or_else(|| "XX000".to_owned()),
+            message: message.unwrap_or_default(),
+            detail: detail.filter(|detail| !detail.is_empty()),
+        };
+        Self::raised(raised.without_row_contents())
+    }
+
     /// The rule that tells a refusal from trouble, by SQLSTATE.
     fn raised(raised: Raised) -> Self {
         let class = raised.sqlstate.get(..2).unwrap_or_default();
@@ -66,47 +78,29 @@ impl Applied {
     }
 }
 
-/// Runs the handlers one after the other, each in its own sub-transaction; answers in the same order.
-pub async fn apply_all(session: &mut Session, calls: &[Call<'_>]) -> Result<Vec<Applied>, Error> {
-    let handlers: Vec<&str> = calls.iter().map(|call| call.handler).collect();
-    let payloads: Vec<&str> = calls.iter().map(|call| call.payload).collect();
-    let operations: Vec<&str> = calls.iter().map(|call| call.operation).collect();
-    let rows = sqlx::query!(
-        r#"
-        select a.result, a.error_code, a.message, a.detail
-        from unnest($1::text[], $2::text[], $3::text[]) with ordinality as m (handler, payload, operation, place)
-        cross join lateral ledger.apply(m.handler, m.payload::jsonb, m.operation::jsonb) as a
-        order by m.place
-        "#,
-        &handlers as _,
-        &payloads as _,
-        &operations as _,
+/// Runs a handler in a sub-transaction; its result is JSON text.
+pub async fn apply(session: &mut Session, call: Call<'_>) -> Result<Applied<Box<RawValue>>, Error> {
+    let row = sqlx::query!(
+        "select result, error_code, message, detail from ledger.apply($1, $2::text::jsonb, $3::text::jsonb)",
+        call.handler,
+        call.payload,
+        call.operation,
     )
-    .fetch_all(&mut *session)
+    .fetch_one(&mut *session)
     .await
-    .map_err(doing("run the handlers"))?;
-    Ok(rows
-        .into_iter()
-        .map(|row| match (row.result, row.error_code) {
-            (Some(result), None) => match RawValue::from_string(result) {
-                Ok(result) => Applied::Returned(result),
-                // PostgreSQL printed it from jsonb, so this does not happen; if it does, nothing must be stored.
-                Err(error) => Applied::Broken(Raised {
-                    sqlstate: "XX000".to_owned(),
-                    message: format!("the handler's result is not JSON: {error}"),
-                    detail: None,
-                }),
-            },
-            (_, sqlstate) => Applied::raised(
-                Raised {
-                    sqlstate: sqlstate.unwrap_or_else(|| "XX000".to_owned()),
-                    message: row.message.unwrap_or_default(),
-                    detail: row.detail.filter(|detail| !detail.is_empty()),
-                }
-                .without_row_contents(),
-            ),
-        })
-        .collect())
+    .map_err(doing("run the handler"))?;
+    let (Some(result), None) = (row.result, &row.error_code) else {
+        return Ok(Applied::reported(row.error_code, row.message, row.detail));
+    };
+    Ok(match RawValue::from_string(result) {
+        Ok(result) => Applied::Returned(result),
+        // PostgreSQL printed it from jsonb, so this does not happen; if it does, nothing must be stored.
+        Err(error) => Applied::Broken(Raised {
+            sqlstate: "XX000".to_owned(),
+            message: format!("the handler's result is not JSON: {error}"),
+            detail: None,
+        }),
+    })
 }
 
 /// Checks deferred constraints now, so that what they raise belongs to the one operation of this transaction.
@@ -220,7 +214,7 @@ mod tests {
     #[test]
     fn the_sqlstate_decides_what_a_raised_error_means() {
         let raised = |sqlstate: &str| {
-            Applied::raised(Raised {
+            Applied::<()>::raised(Raised {
                 sqlstate: sqlstate.to_owned(),
                 message: String::new(),
                 detail: None,

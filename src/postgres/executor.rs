@@ -43,8 +43,16 @@ impl<'q, E: Execute<'q, Postgres>> Execute<'q, Postgres> for Unnamed<E> {
 /// An answer as it arrives; one that stays away for too long is an error.
 struct Heard<'e, T> {
     rows: BoxStream<'e, Result<T, Error>>,
-    silence: Option<(Duration, Pin<Box<Sleep>>)>,
+    silence: Option<Silence>,
     unanswered: &'e mut bool,
+}
+
+/// How long nothing has been heard.
+struct Silence {
+    patience: Duration,
+    /// Something has come since the clock was set. Rows come by the dozen: setting it is left to the next wait.
+    heard: bool,
+    clock: Pin<Box<Sleep>>,
 }
 
 impl<'e, T> Heard<'e, T> {
@@ -52,7 +60,11 @@ impl<'e, T> Heard<'e, T> {
         *unanswered = true;
         Self {
             rows,
-            silence: patience.map(|patience| (patience, Box::pin(tokio::time::sleep(patience)))),
+            silence: patience.map(|patience| Silence {
+                patience,
+                heard: false,
+                clock: Box::pin(tokio::time::sleep(patience)),
+            }),
             unanswered,
         }
     }
@@ -66,16 +78,25 @@ impl<T> Stream for Heard<'_, T> {
             Poll::Ready(row) => {
                 // Whoever reads on after an error, or stops before the end, leaves the connection in its middle.
                 *self.unanswered = matches!(row, Some(Ok(_)));
-                if let Some((patience, silence)) = &mut self.silence {
-                    silence.as_mut().reset(Instant::now() + *patience);
+                if let Some(silence) = &mut self.silence {
+                    silence.heard = true;
                 }
                 Poll::Ready(row)
             }
             Poll::Pending => match &mut self.silence {
-                Some((_, silence)) => silence.as_mut().poll(context).map(|()| Some(Err(silent()))),
+                Some(silence) => silence.poll_past(context).map(|()| Some(Err(silent()))),
                 None => Poll::Pending,
             },
         }
+    }
+}
+
+impl Silence {
+    fn poll_past(&mut self, context: &mut Context<'_>) -> Poll<()> {
+        if std::mem::take(&mut self.heard) {
+            self.clock.as_mut().reset(Instant::now() + self.patience);
+        }
+        self.clock.as_mut().poll(context)
     }
 }
 

@@ -9,6 +9,7 @@
 use std::time::Duration;
 
 use sqlx::pool::PoolConnection;
+use sqlx::postgres::PgRow;
 use sqlx::{Connection, PgConnection, Postgres, Row};
 
 use super::error::{Error, doing};
@@ -16,6 +17,13 @@ use super::error::{Error, doing};
 /// How much longer than its longest statement each side of a connection waits for the other. A machine that is gone, or
 /// frozen, says nothing: PostgreSQL then ends the transaction and frees what it has locked, and we give the connection up.
 const PATIENCE: Duration = Duration::from_secs(2);
+
+/// Ends a transaction with handlers in it as durably as the connection's own settings say, not a handler's.
+const COMMIT: &str = "reset synchronous_commit; commit";
+
+/// Takes everything away that a session can keep, and counts its prepared statements.
+const CLEAN: &str = "reset all; reset role; unlisten *; discard temp; \
+                     select pg_advisory_unlock_all()::text, count(*)::text from pg_prepared_statement()";
 
 /// How long one transaction may wait and work; enforced by PostgreSQL.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -31,6 +39,8 @@ pub struct Session {
     connection: PoolConnection<Postgres>,
     named_statements: bool,
     in_transaction: bool,
+    /// Handlers may have left something on it.
+    soiled: bool,
     /// Longest wait for an answer; `None` for ever.
     patience: Option<Duration>,
     /// A statement has been sent and not been answered to its end.
@@ -43,6 +53,7 @@ impl Session {
             connection,
             named_statements,
             in_transaction: false,
+            soiled: false,
             patience: None,
             unanswered: false,
         }
@@ -103,14 +114,32 @@ impl Session {
         self.end("commit", "commit the transaction").await
     }
 
-    /// Commits what handlers have been part of, in the same one round trip.
+    /// Commits what handlers have been part of, and cleans the session, in one round trip.
     ///
     /// Handlers are other people's code: what one sets for its session must reach neither this commit nor the next
     /// transaction on this connection. `synchronous_commit` goes back to the connection's own before the commit, or a
     /// handler could make receipts losable; everything else a session can keep goes after it.
     pub async fn commit_after_handlers(&mut self) -> Result<(), Error> {
-        self.end_after_handlers("reset synchronous_commit; commit", "commit the transaction")
+        self.end_after_handlers(COMMIT, "commit the transaction").await
+    }
+
+    /// The same but for the cleaning, which is left to [`cleaned`](Self::cleaned): whoever waits for the commit need not
+    /// wait for that. A session that is dropped in between closes its connection.
+    pub async fn commit_before_cleaning(&mut self) -> Result<(), Error> {
+        self.soiled = true;
+        self.end(COMMIT, "commit the transaction").await
+    }
+
+    /// The session without anything that handlers may have left on it. `None` if they have taken prepared statements
+    /// away that it needs; then, and after an error, its connection is closed.
+    pub async fn cleaned(mut self) -> Result<Option<Self>, Error> {
+        self.soiled = true;
+        let left = sqlx::raw_sql(CLEAN)
+            .fetch_all(&mut self)
             .await
+            .map_err(doing("clean the session"))?;
+        self.soiled = self.misses_statements(&left);
+        Ok((!self.soiled).then_some(self))
     }
 
     /// Rolls back what a handler has been part of; what it may have kept for its session goes too.
@@ -161,21 +190,19 @@ impl Session {
     }
 
     async fn end_after_handlers(&mut self, statement: &'static str, intent: &'static str) -> Result<(), Error> {
-        let all = format!(
-            "{statement}; reset all; reset role; unlisten *; discard temp; \
-             select pg_advisory_unlock_all()::text, (select count(*)::text from pg_prepared_statements)"
-        );
-        let rows = sqlx::raw_sql(sqlx::AssertSqlSafe(all))
+        let left = sqlx::raw_sql(sqlx::AssertSqlSafe(format!("{statement}; {CLEAN}")))
             .fetch_all(&mut *self)
             .await
             .map_err(doing(intent))?;
         self.in_transaction = false;
-        // A handler may have deallocated what this connection believes to be prepared.
-        let kept: Option<usize> = rows.last().and_then(|row| row.get::<String, _>(1).parse().ok());
-        if self.named_statements && kept.is_none_or(|kept| kept < self.connection.cached_statements_size()) {
-            self.close_on_drop();
-        }
+        self.soiled = self.misses_statements(&left);
         Ok(())
+    }
+
+    /// Whether a handler has deallocated what this connection believes to be prepared, by what [`CLEAN`] found.
+    fn misses_statements(&self, left: &[PgRow]) -> bool {
+        let count: Option<usize> = left.last().and_then(|row| row.get::<String, _>(1).parse().ok());
+        self.named_statements && count.is_none_or(|count| count < self.connection.cached_statements_size())
     }
 
     async fn end(&mut self, statement: &'static str, intent: &'static str) -> Result<(), Error> {
@@ -190,7 +217,7 @@ impl Session {
 
 impl Drop for Session {
     fn drop(&mut self) {
-        if self.in_transaction || self.unanswered {
+        if self.in_transaction || self.unanswered || self.soiled {
             self.connection.close_on_drop();
         }
     }

@@ -270,7 +270,9 @@ async fn neither_keys_nor_payloads_are_ever_logged() {
         .submit("n", "account.deposit", &format!(r#"{{"account":["{MARK}"]}}"#))
         .await
         .is(400, "payload-invalid");
-    let wrong = format!("{}x", &made[..made.len() - 1]);
+    // Whatever it ends with.
+    let (start, end) = made.split_at(made.len() - 1);
+    let wrong = format!("{start}{}", if end == "x" { "y" } else { "x" });
     agent
         .with_key(&wrong)
         .get("/v1/operations")

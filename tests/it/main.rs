@@ -11,6 +11,7 @@ mod contract;
 mod crashes;
 mod edge;
 mod fingerprints;
+mod groups;
 mod keys;
 mod layers;
 mod lookups;

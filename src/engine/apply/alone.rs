@@ -7,6 +7,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use serde_json::value::RawValue;
 use tokio::time::Instant;
 
 use super::{Apply, Member, Registered, Work, log_trouble};
@@ -237,7 +238,11 @@ async fn begin(apply: &Apply, session: &mut Session, submission: &Submission, wo
 
 /// Runs the handler and its deferred constraints behind a savepoint, so that a refusal by either undoes the effect and
 /// keeps the claim.
-async fn apply_one(session: &mut Session, submission: &Submission, attempt: i32) -> Result<Applied, DatabaseError> {
+async fn apply_one(
+    session: &mut Session,
+    submission: &Submission,
+    attempt: i32,
+) -> Result<Applied<Box<RawValue>>, DatabaseError> {
     session.savepoint().await?;
     let operation = submission.operation_argument(attempt);
     let call = Call {
@@ -245,13 +250,9 @@ async fn apply_one(session: &mut Session, submission: &Submission, attempt: i32)
         payload: &submission.canonical,
         operation: &operation,
     };
-    let applied = settlement::apply_all(session, &[call]).await?.pop();
-    let Some(Applied::Returned(result)) = applied else {
-        // One call gives one row.
-        return applied.ok_or(DatabaseError {
-            doing: "run the handler",
-            source: sqlx::Error::RowNotFound,
-        });
+    let result = match settlement::apply(session, call).await? {
+        Applied::Returned(result) => result,
+        raised @ (Applied::Refused(_) | Applied::Passing(_) | Applied::Broken(_)) => return Ok(raised),
     };
     match settlement::check_constraints(session).await {
         Ok(()) => Ok(Applied::Returned(result)),
@@ -263,7 +264,7 @@ async fn apply_one(session: &mut Session, submission: &Submission, attempt: i32)
 }
 
 enum Written {
-    Succeeded(Box<serde_json::value::RawValue>),
+    Succeeded(Box<RawValue>),
     Failed(Raised),
 }
 

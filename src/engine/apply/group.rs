@@ -1,6 +1,6 @@
 //! One worker: a connection, and groups on it for as long as the process lives.
 
-use std::collections::{HashMap, HashSet};
+use std::collections::HashSet;
 use std::sync::Arc;
 
 use tokio::time::Instant;
@@ -11,7 +11,7 @@ use crate::engine::queue::{Queued, Turn};
 use crate::ledger::claim::Times;
 use crate::ledger::operation::StateName;
 use crate::ledger::receipt::{self, Raised, Receipt};
-use crate::ledger::settlement::{self, Applied, Call};
+use crate::ledger::settlement::{self, Applied};
 use crate::ledger::submission::Submission;
 use crate::ledger::tenant::Tenant;
 use crate::ledger::{claim, read};
@@ -20,22 +20,33 @@ use crate::postgres::session::{Limits, Session};
 
 /// Takes groups until the queue is closed and empty.
 pub async fn work(apply: Arc<Apply>) {
-    let mut session = None;
+    let mut kept = None;
     while let Some((group, turn)) = apply.queue.take(apply.settings.largest_group).await {
         let (group, twins) = without_twins(group);
         // A second delivery of the same id must not meet the first one's uncommitted row in the same transaction; it
         // goes first in the next group, where it finds the committed one.
-        let outcome = commit(&apply, &mut session, &group, turn).await;
+        let outcome = commit(&apply, kept.take(), &group, turn).await;
         apply.queue.put_back(twins);
         match outcome {
-            Ok(endings) => finish(&apply, group, endings),
+            Ok((endings, session)) => {
+                finish(&apply, group, endings);
+                // Nobody waits for this.
+                kept = clean(session).await;
+            }
             Err(error) => {
-                session = None;
                 log_failure(&error, group.len());
                 split(&apply, group);
             }
         }
     }
+}
+
+/// Takes what handlers left off the session. One that cannot be cleaned is closed; what was committed stays.
+async fn clean(session: Session) -> Option<Session> {
+    session.cleaned().await.unwrap_or_else(|error| {
+        tracing::warn!(error = %error, "session closed after its commit");
+        None
+    })
 }
 
 /// Members in order of id, so that two groups lock alike; and the later deliveries of an id that occurs twice.
@@ -81,12 +92,12 @@ impl From<read::Error> for Error {
 
 async fn commit(
     apply: &Apply,
-    kept: &mut Option<Session>,
+    kept: Option<Session>,
     group: &[Member],
     turn: Turn<'_, Member>,
-) -> Result<Vec<Ending>, Error> {
+) -> Result<(Vec<Ending>, Session), Error> {
     let began = Instant::now();
-    let mut session = match kept.take() {
+    let mut session = match kept {
         Some(session) => session,
         None => apply.pool.session().await?,
     };
@@ -104,150 +115,106 @@ async fn commit(
     let committing = Instant::now();
     // Everything this group locks, it has: the next one of this tenant can wait for nothing but this commit.
     drop(turn);
-    session.commit_after_handlers().await?;
+    session.commit_before_cleaning().await?;
     apply.metrics.group(group.len(), committing.elapsed(), began.elapsed());
-    *kept = Some(session);
-    Ok(endings.into_iter().map(|ending| ending.since(began)).collect())
+    let endings = endings.into_iter().map(|ending| ending.since(began)).collect();
+    Ok((endings, session))
 }
 
-/// Claims, runs and settles within the open transaction.
+/// Claims, runs and settles within the open transaction; answers in the order of the submissions.
 async fn fill(apply: &Apply, session: &mut Session, submissions: &[&Submission]) -> Result<Vec<Ending>, Error> {
     // The queue gives out groups of one tenant.
     let Some(tenant) = submissions.first().map(|submission| &submission.tenant) else {
         return Ok(Vec::new());
     };
-    let claimed = claim::claim_all(session, tenant, submissions).await?;
-    let (winners, losers): (Vec<&Submission>, Vec<&Submission>) = submissions
-        .iter()
-        .partition(|submission| claimed.contains_key(submission.id.as_str()));
-    let mut outcomes = settle(apply, session, tenant, &winners, &claimed).await?;
-    outcomes.extend(told(session, tenant, &losers).await?);
-    Ok(submissions
-        .iter()
-        .map(|submission| {
-            outcomes
-                .remove(submission.id.as_str())
-                .map_or(Ending::Alone, Ending::Answer)
-        })
-        .collect())
+    let won = claim::perform_all(session, tenant, &apply.actor, submissions).await?;
+    let mut endings = Vec::with_capacity(submissions.len());
+    let (mut refused, mut withdrawn, mut lost) = (Vec::new(), Vec::new(), Vec::new());
+    for (submission, won) in submissions.iter().copied().zip(won) {
+        let id = submission.id.as_str();
+        endings.push(match won.map(|won| (won.times, won.applied)) {
+            Some((times, Applied::Returned(receipt))) => {
+                Decided::new(submission, times, StateName::Succeeded, receipt).ending()
+            }
+            Some((times, Applied::Refused(raised))) => {
+                let receipt = Receipt::failed(described(submission, times), &raised);
+                let decided = Decided::new(submission, times, StateName::Failed, receipt);
+                refused.push((decided.clone(), raised));
+                decided.ending()
+            }
+            Some((_, Applied::Passing(_))) => {
+                withdrawn.push(id);
+                Ending::Alone
+            }
+            Some((_, Applied::Broken(raised))) => {
+                withdrawn.push(id);
+                let id = submission.id.clone();
+                Ending::Answer(Outcome::HandlerBroken { id, raised })
+            }
+            None => {
+                lost.push(id);
+                Ending::Alone
+            }
+        });
+    }
+    if !refused.is_empty() {
+        store_refused(apply, session, tenant, &refused).await?;
+    }
+    if !withdrawn.is_empty() {
+        claim::withdraw(session, tenant, &withdrawn).await?;
+    }
+    if !lost.is_empty() {
+        tell(session, tenant, &lost, submissions, &mut endings).await?;
+    }
+    Ok(endings)
 }
 
-type Outcomes = HashMap<String, Outcome>;
-
-/// What the losers of the claim are told: they read in a statement of their own, which sees the winners' commits.
-async fn told(session: &mut Session, tenant: &Tenant, losers: &[&Submission]) -> Result<Outcomes, Error> {
-    if losers.is_empty() {
-        return Ok(Outcomes::new());
+/// Tells the losers of the claim what is there: they are read in a statement of their own, which sees the winners'
+/// commits.
+async fn tell(
+    session: &mut Session,
+    tenant: &Tenant,
+    lost: &[&str],
+    submissions: &[&Submission],
+    endings: &mut [Ending],
+) -> Result<(), Error> {
+    for operation in read::existing(session, tenant, lost).await? {
+        let place = submissions.binary_search_by(|submission| submission.id.cmp(&operation.id));
+        if let Ok(place) = place
+            && let (Some(submission), Some(ending)) = (submissions.get(place), endings.get_mut(place))
+        {
+            *ending = Ending::Answer(Outcome::of(&operation, &submission.fingerprint));
+        }
     }
-    let ids: Vec<&str> = losers.iter().map(|submission| submission.id.as_str()).collect();
-    let operations = read::existing(session, tenant, &ids).await?;
-    Ok(operations
-        .iter()
-        .filter_map(|operation| {
-            let submission = losers.iter().find(|submission| submission.id == operation.id)?;
-            Some((
-                operation.id.as_str().to_owned(),
-                Outcome::of(operation, &submission.fingerprint),
-            ))
-        })
-        .collect())
+    Ok(())
 }
 
 /// A winner whose handler has decided.
+#[derive(Clone)]
 struct Decided<'a> {
     submission: &'a Submission,
     times: Times,
     state: StateName,
     receipt: Arc<Receipt>,
-    raised: Option<Raised>,
 }
 
-/// Runs the winners' handlers and stores what they led to. Members that are left out of the answer run alone.
-async fn settle(
+/// Stores refusals; the claims say `succeeded` until then.
+async fn store_refused(
     apply: &Apply,
     session: &mut Session,
     tenant: &Tenant,
-    winners: &[&Submission],
-    claimed: &HashMap<String, Times>,
-) -> Result<Outcomes, Error> {
-    let mut outcomes = Outcomes::with_capacity(winners.len());
-    if winners.is_empty() {
-        return Ok(outcomes);
-    }
-    let mut decided = Vec::with_capacity(winners.len());
-    let mut withdrawn = Vec::new();
-    for (submission, applied) in winners.iter().copied().zip(apply_all(session, winners).await?) {
-        let Some(times) = claimed.get(submission.id.as_str()).copied() else {
-            continue;
-        };
-        match applied {
-            Applied::Returned(result) => {
-                let receipt = Receipt::succeeded(described(submission, times), &result);
-                decided.push(Decided::new(submission, times, StateName::Succeeded, receipt, None));
-            }
-            Applied::Refused(raised) => {
-                let receipt = Receipt::failed(described(submission, times), &raised);
-                decided.push(Decided::new(
-                    submission,
-                    times,
-                    StateName::Failed,
-                    receipt,
-                    Some(raised),
-                ));
-            }
-            Applied::Passing(_) => withdrawn.push(submission.id.as_str()),
-            Applied::Broken(raised) => {
-                withdrawn.push(submission.id.as_str());
-                let id = submission.id.clone();
-                outcomes.insert(id.as_str().to_owned(), Outcome::HandlerBroken { id, raised });
-            }
-        }
-    }
-    store(apply, session, tenant, &decided).await?;
-    if !withdrawn.is_empty() {
-        claim::withdraw(session, tenant, &withdrawn).await?;
-    }
-    outcomes.extend(decided.into_iter().map(Decided::outcome));
-    Ok(outcomes)
-}
-
-async fn apply_all(session: &mut Session, winners: &[&Submission]) -> Result<Vec<Applied>, DatabaseError> {
-    let arguments: Vec<String> = winners
-        .iter()
-        .map(|submission| submission.operation_argument(1))
-        .collect();
-    let calls: Vec<Call<'_>> = winners
-        .iter()
-        .zip(&arguments)
-        .map(|(submission, operation)| Call {
-            handler: submission.kind.handler.quoted(),
-            payload: &submission.canonical,
-            operation,
-        })
-        .collect();
-    settlement::apply_all(session, &calls).await
-}
-
-async fn store(
-    apply: &Apply,
-    session: &mut Session,
-    tenant: &Tenant,
-    decided: &[Decided<'_>],
+    refused: &[(Decided<'_>, Raised)],
 ) -> Result<(), DatabaseError> {
-    if decided.is_empty() {
-        return Ok(());
-    }
-    let settled: Vec<_> = decided.iter().map(|one| one.settled(&apply.actor)).collect();
-    settlement::store_all(session, tenant, &settled).await?;
-    let failed: Vec<&str> = decided
+    let settled: Vec<_> = refused
         .iter()
-        .filter(|one| one.state == StateName::Failed)
-        .map(|one| one.id())
+        .map(|(decided, raised)| decided.settled(&apply.actor, raised))
         .collect();
-    if !failed.is_empty() {
-        settlement::mark_failed(session, tenant, &failed).await?;
-    }
-    Ok(())
+    settlement::store_all(session, tenant, &settled).await?;
+    let ids: Vec<&str> = refused
+        .iter()
+        .map(|(decided, _)| decided.submission.id.as_str())
+        .collect();
+    settlement::mark_failed(session, tenant, &ids).await
 }
 
 fn described(submission: &Submission, times: Times) -> receipt::Settled<'_> {
@@ -261,27 +228,16 @@ fn described(submission: &Submission, times: Times) -> receipt::Settled<'_> {
 }
 
 impl<'a> Decided<'a> {
-    fn new(
-        submission: &'a Submission,
-        times: Times,
-        state: StateName,
-        receipt: Receipt,
-        raised: Option<Raised>,
-    ) -> Self {
+    fn new(submission: &'a Submission, times: Times, state: StateName, receipt: Receipt) -> Self {
         Self {
             submission,
             times,
             state,
             receipt: Arc::new(receipt),
-            raised,
         }
     }
 
-    fn id(&self) -> &'a str {
-        self.submission.id.as_str()
-    }
-
-    fn settled<'b>(&'b self, actor: &'b str) -> settlement::Settled<'b> {
+    fn settled<'b>(&'b self, actor: &'b str, raised: &'b Raised) -> settlement::Settled<'b> {
         settlement::Settled {
             id: &self.submission.id,
             state: self.state,
@@ -291,22 +247,18 @@ impl<'a> Decided<'a> {
             settled_at: self.times.settled_at,
             expires_at: self.times.expires_at,
             actor,
-            raised: self.raised.as_ref(),
+            raised: Some(raised),
         }
     }
 
-    fn outcome(self) -> (String, Outcome) {
-        let operation = Known::submitted(self.submission, Some(self.state));
-        let expires_at = self.times.expires_at;
-        let serve_until = after(expires_at - self.times.settled_at);
-        let outcome = Outcome::Settled {
-            operation,
+    fn ending(self) -> Ending {
+        Ending::Answer(Outcome::Settled {
+            operation: Known::submitted(self.submission, Some(self.state)),
             receipt: self.receipt,
-            expires_at,
-            serve_until,
+            expires_at: self.times.expires_at,
+            serve_until: after(self.times.expires_at - self.times.settled_at),
             replayed: false,
-        };
-        (self.submission.id.as_str().to_owned(), outcome)
+        })
     }
 }
 

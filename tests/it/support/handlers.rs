@@ -161,9 +161,10 @@ impl Ledger {
     /// Waits until this many handlers run at the gate.
     pub async fn at_the_gate(&self, handlers: i64) {
         super::until("handlers run at the gate", async || {
+            // A handler has made its effect, and its statement goes on.
             self.count(
-                "select count(*) from pg_stat_activity where datname = current_database() and state = 'active' \
-                 and usename = 'opledger' and query like '%ledger.apply(%'",
+                "select count(distinct pid) from pg_locks join pg_stat_activity using (pid) \
+                 where relation = 'it.effects'::regclass and mode = 'RowExclusiveLock' and granted and state = 'active'",
             )
             .await
                 == handlers
