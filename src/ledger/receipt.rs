@@ -19,6 +19,9 @@ use super::operation_id::OperationId;
 const TIME: &[BorrowedFormatItem<'static>] =
     format_description!("[year]-[month]-[day]T[hour]:[minute]:[second].[subsecond digits:6]Z");
 
+/// The title of `operation-failed`, whoever refused.
+const FAILED: &str = "The operation failed without an effect";
+
 /// Formats a time as answers show it.
 pub fn format_time(time: OffsetDateTime) -> String {
     // Formatting fails only for years beyond four digits, which PostgreSQL's clock will not show.
@@ -159,7 +162,7 @@ impl Receipt {
         }
         let body = Body {
             r#type: "/problems/operation-failed",
-            title: "The operation was refused by a business rule",
+            title: FAILED,
             status: 422,
             code: "operation-failed",
             detail: &raised.message,
@@ -222,7 +225,7 @@ impl Receipt {
         }
         let body = Body {
             r#type: "/problems/operation-failed",
-            title: "The operation failed without an effect",
+            title: FAILED,
             status: 422,
             code: "operation-failed",
             detail,
