@@ -260,7 +260,7 @@ mod tests {
             max_request_bytes = 100
             max_stored_body = 200
             http2 = true
-            replayed_headers = ["X-Total", "Set-Cookie"]
+            replayed_headers = ["X-Total", "X-RateLimit-Limit"]
             [[routes]]
             method = "POST"
             path = "/charges"
@@ -386,6 +386,10 @@ mod tests {
             ("url = \"https://x\"\nca_file = \"/dev/null\"", "no PEM"),
             (
                 "url = \"https://x\"\nreplayed_headers = [\"Connection\"]",
+                "cannot be replayed",
+            ),
+            (
+                "url = \"https://x\"\nreplayed_headers = [\"Set-Cookie\"]",
                 "cannot be replayed",
             ),
             ("url = \"https://x\"\nconnect_timeout = \"5\"", "line 2"),

@@ -210,7 +210,7 @@ impl Perform {
         let passing = Passing {
             operation: None,
             status: answer.status.as_u16(),
-            headers: headers::replayed(&downstream, &answer.headers),
+            headers: headers::passed(&answer.headers),
             body,
         };
         // It ends when the caller goes away: dropping the answer closes its connection.

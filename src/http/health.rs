@@ -28,6 +28,8 @@ macro_rules! pages {
 }
 
 pages!(
+    "downstream-failed",
+    "downstream-unreachable",
     "fingerprint-mismatch",
     "forbidden",
     "handler-broken",
@@ -49,6 +51,8 @@ pages!(
     "receipt-expired",
     "request-invalid",
     "request-timeout",
+    "resolution-too-early",
+    "response-not-stored",
     "state-conflict",
     "too-large",
     "unauthenticated",

@@ -23,7 +23,6 @@ use super::query::{self, Parameters};
 use crate::engine::intake::NotCancelled;
 use crate::engine::outcome::{Outcome, Refusal};
 use crate::engine::perform::resolve::call_request;
-use crate::ledger::compensation::{self, Link};
 use crate::ledger::fingerprint::Fingerprint;
 use crate::ledger::forward::{self, Forward};
 use crate::ledger::key::{Caller, Role};
@@ -285,20 +284,16 @@ pub async fn document(app: &App, caller: &Caller, id: &OperationId) -> Result<Re
                 return Ok(None);
             };
             let history = read::history(session, &caller.tenant, id, summary.version).await?;
-            let links = compensation::links(session, &caller.tenant, id).await?;
-            Ok(Some((summary, history, links)))
+            Ok(Some((summary, history)))
         })
         .await?;
-    let Some((summary, history, links)) = found else {
+    let Some((summary, history)) = found else {
         return Err(Problem::not_found());
     };
     covered(caller, &summary.kind)?;
     let state = summary.state;
     let expires = summary.receipt_expires_at.map(format_time);
-    let mut response = answer::json(
-        StatusCode::OK,
-        &Document::with_history(app, caller, summary, history, links),
-    );
+    let mut response = answer::json(StatusCode::OK, &Document::with_history(app, caller, summary, history));
     answer::name_operation(response.headers_mut(), Some(id), Some(state));
     if let Some(expires) = expires {
         answer::insert(response.headers_mut(), answer::RECEIPT_EXPIRES, &expires);
@@ -590,13 +585,20 @@ impl Document {
                 body_sha256: receipt.body_sha256,
                 size: receipt.size,
             }),
-            links: Vec::new(),
+            links: summary
+                .links
+                .into_iter()
+                .map(|link| LinkDocument {
+                    relation: link.relation,
+                    operation_id: link.operation_id,
+                })
+                .collect(),
             history: None,
             operation_id: summary.operation_id,
         }
     }
 
-    fn with_history(app: &App, caller: &Caller, summary: Summary, history: Vec<Change>, links: Vec<Link>) -> Self {
+    fn with_history(app: &App, caller: &Caller, summary: Summary, history: Vec<Change>) -> Self {
         let events = history.into_iter().map(|change| Event {
             at: format_time(change.at),
             event: change.event,
@@ -608,13 +610,6 @@ impl Document {
         });
         Self {
             history: Some(events.collect()),
-            links: links
-                .into_iter()
-                .map(|link| LinkDocument {
-                    relation: link.relation,
-                    operation_id: link.operation_id,
-                })
-                .collect(),
             ..Self::new(app, caller, summary)
         }
     }

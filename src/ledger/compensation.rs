@@ -131,22 +131,3 @@ pub struct Link {
     pub relation: String,
     pub operation_id: String,
 }
-
-/// The links of an operation.
-pub async fn links(session: &mut Session, tenant: &Tenant, id: &OperationId) -> Result<Vec<Link>, Error> {
-    let rows = sqlx::query!(
-        r#"select relation, other_id from ledger.links where tenant_id = $1 and operation_id = $2 order by relation, other_id"#,
-        tenant.as_str(),
-        id.as_str(),
-    )
-    .fetch_all(&mut *session)
-    .await
-    .map_err(doing("read the links"))?;
-    Ok(rows
-        .into_iter()
-        .map(|row| Link {
-            relation: row.relation,
-            operation_id: row.other_id,
-        })
-        .collect())
-}

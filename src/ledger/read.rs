@@ -5,6 +5,7 @@ use std::sync::Arc;
 use sqlx::{Postgres, QueryBuilder, Row};
 use time::OffsetDateTime;
 
+use super::compensation::Link;
 use super::fingerprint::Fingerprint;
 use super::operation::{Answer, Operation, Settlement, State, StateName};
 use super::operation_id::OperationId;
@@ -165,6 +166,7 @@ pub struct Summary {
     pub receipt_expires_at: Option<OffsetDateTime>,
     /// Status, header lines, SHA-256 in hex and size of the receipt while it is kept.
     pub receipt: Option<ReceiptSummary>,
+    pub links: Vec<Link>,
 }
 
 #[derive(Debug, Clone)]
@@ -197,7 +199,11 @@ const SUMMARY: &str = r"
                 then o.external_reference end as external_reference,
            o.requested_by, 1 + coalesce(d.repeats, 0) as deliveries, o.attempt, o.created_at,
            o.settled_at, o.receipt_expires_at, r.status, r.headers::text as headers,
-           encode(r.body_sha256, 'hex') as body_sha256, coalesce(r.omitted_bytes, octet_length(r.body)) as size
+           encode(r.body_sha256, 'hex') as body_sha256, coalesce(r.omitted_bytes, octet_length(r.body)) as size,
+           array(select l.relation from ledger.links l where l.tenant_id = o.tenant_id
+                 and l.operation_id = o.operation_id order by l.relation, l.other_id) as relations,
+           array(select l.other_id from ledger.links l where l.tenant_id = o.tenant_id
+                 and l.operation_id = o.operation_id order by l.relation, l.other_id) as others
     from ledger.operations o
     left join ledger.deliveries d on d.tenant_id = o.tenant_id and d.operation_id = o.operation_id
     left join ledger.receipts r on r.tenant_id = o.tenant_id and r.operation_id = o.operation_id
@@ -355,7 +361,16 @@ async fn summaries(
                 settled_at: row.get("settled_at"),
                 receipt_expires_at: row.get("receipt_expires_at"),
                 receipt,
+                links: links(row.get("relations"), row.get("others")),
             })
         })
+        .collect()
+}
+
+fn links(relations: Vec<String>, others: Vec<String>) -> Vec<Link> {
+    relations
+        .into_iter()
+        .zip(others)
+        .map(|(relation, operation_id)| Link { relation, operation_id })
         .collect()
 }

@@ -22,6 +22,9 @@ const TIME: &[BorrowedFormatItem<'static>] =
 /// The same for PostgreSQL's `to_char`, of a time in UTC.
 pub const TIME_IN_SQL: &str = r#"YYYY-MM-DD"T"HH24:MI:SS.US"Z""#;
 
+/// The title of `operation-failed`, whoever refused.
+const FAILED: &str = "The operation failed without an effect";
+
 /// Formats a time as answers show it.
 pub fn format_time(time: OffsetDateTime) -> String {
     // Formatting fails only for years beyond four digits, which PostgreSQL's clock will not show.
@@ -201,7 +204,7 @@ impl Receipt {
         }
         let body = Body {
             r#type: "/problems/operation-failed",
-            title: "The operation was refused by a business rule",
+            title: FAILED,
             status: 422,
             code: "operation-failed",
             detail: &raised.message,
@@ -264,7 +267,7 @@ impl Receipt {
         }
         let body = Body {
             r#type: "/problems/operation-failed",
-            title: "The operation failed without an effect",
+            title: FAILED,
             status: 422,
             code: "operation-failed",
             detail,

@@ -6,8 +6,8 @@
 use http::header::{
     self, ACCEPT_RANGES, ALLOW, AUTHORIZATION, CONNECTION, CONTENT_DISPOSITION, CONTENT_ENCODING, CONTENT_LANGUAGE,
     CONTENT_LENGTH, CONTENT_LOCATION, CONTENT_RANGE, CONTENT_TYPE, COOKIE, ETAG, EXPECT, FORWARDED, HOST,
-    LAST_MODIFIED, LINK, LOCATION, PROXY_AUTHENTICATE, PROXY_AUTHORIZATION, RETRY_AFTER, TE, TRAILER,
-    TRANSFER_ENCODING, UPGRADE, VARY,
+    LAST_MODIFIED, LINK, LOCATION, PROXY_AUTHENTICATE, PROXY_AUTHORIZATION, RETRY_AFTER, SET_COOKIE, TE, TRAILER,
+    TRANSFER_ENCODING, UPGRADE, VARY, WWW_AUTHENTICATE,
 };
 use http::{HeaderMap, HeaderName, HeaderValue};
 
@@ -64,16 +64,25 @@ static REPLAYED: [HeaderName; 20] = [
     HeaderName::from_static("accept-post"),
 ];
 
-/// Never stored, whatever a downstream's settings say: framing, and what we say ourselves.
-static NEVER_REPLAYED: [HeaderName; 8] = [
+/// Never stored, whatever a downstream's settings say, beside the names of requests: framing, the moment of one answer,
+/// and what is between the downstream and us.
+static NEVER_REPLAYED: [HeaderName; 6] = [
     CONTENT_LENGTH,
     header::DATE,
     header::CACHE_CONTROL,
+    SET_COOKIE,
+    WWW_AUTHENTICATE,
+    HeaderName::from_static("authentication-info"),
+];
+
+/// What we say ourselves, of every answer or of an operation.
+static OUR_ANSWERS: [HeaderName; 6] = [
     HeaderName::from_static("request-id"),
     HeaderName::from_static("operation-id"),
     HeaderName::from_static("operation-state"),
     HeaderName::from_static("receipt-expires"),
     HeaderName::from_static("idempotent-replayed"),
+    HeaderName::from_static("preference-applied"),
 ];
 
 /// Under which providers say how they name a request in their logs.
@@ -119,9 +128,20 @@ pub fn replayed(downstream: &Downstream, answer: &HeaderMap) -> Vec<(String, Str
         .collect()
 }
 
+/// The lines of an answer that is passed on without being stored: all but those between the downstream and us, and those
+/// that we say ourselves. `Content-Length` stays, for answers to HEAD.
+pub fn passed(answer: &HeaderMap) -> Vec<(String, String)> {
+    lines(&without(answer, |name| {
+        OUR_ANSWERS.contains(name) || (NEVER_REPLAYED.contains(name) && *name != CONTENT_LENGTH)
+    }))
+}
+
 /// Whether settings may ask for this line to be stored and replayed.
 pub fn may_be_replayed(name: &HeaderName) -> bool {
-    !NEVER_REPLAYED.contains(name) && !HOP_BY_HOP.contains(name)
+    !NEVER_REPLAYED.contains(name)
+        && !OUR_ANSWERS.contains(name)
+        && !HOP_BY_HOP.contains(name)
+        && !REQUEST_IDS.contains(&name.as_str())
 }
 
 /// Whether settings may put this line on requests of their own: not those that frame or route a message.
@@ -302,10 +322,15 @@ mod tests {
             "keep-alive",
             "content-length",
             "date",
+            "www-authenticate",
+            "x-request-id",
         ] {
             downstream.replayed_headers.push(HeaderName::from_static(name));
         }
-        assert_eq!(kept(&downstream)[6..], ["x-total", "set-cookie"]);
+        assert_eq!(kept(&downstream)[6..], ["x-total"]);
+        let passed: Vec<String> = passed(&answer).into_iter().map(|(name, _)| name).collect();
+        assert_eq!(passed[..6], usual);
+        assert_eq!(passed[6..], ["x-total", "server", "x-request-id", "content-length"]);
         assert_eq!(evidence(&answer).as_deref(), Some("x-request-id: 7"));
         assert_eq!(keep_alive_seconds(&answer), Some(5));
         assert!(end_to_end(&answer).contains_key("content-length"));

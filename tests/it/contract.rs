@@ -8,21 +8,29 @@ use http::HeaderMap;
 use opledger::http::health::PAGES;
 use serde_json::Value;
 
-use crate::support::Ledger;
 use crate::support::client::Answer;
 use crate::support::contract::contract;
+use crate::support::{Ledger, Setup};
 
 /// Every route of the sources, as the calls of `.route("…", …)` name them.
 fn routes_of_the_sources() -> BTreeSet<String> {
     let mut routes = BTreeSet::new();
     for file in std::fs::read_dir(concat!(env!("CARGO_MANIFEST_DIR"), "/src/http")).unwrap() {
-        let text = std::fs::read_to_string(file.unwrap().path()).unwrap();
-        let mut calls = text.split(".route(").skip(1).map(str::trim_start);
-        routes.extend(calls.by_ref().map(|call| {
-            let call = call
+        let file = file.unwrap().path();
+        let Ok(text) = std::fs::read_to_string(&file) else {
+            panic!("a folder of routes is not looked into here: {}", file.display());
+        };
+        // A downstream has routes as well, which are asked for by that name.
+        let calls = text
+            .match_indices(".route(")
+            .filter(|(at, _)| !text[..*at].trim_end().ends_with("downstream"));
+        routes.extend(calls.map(|(at, call)| {
+            let call = text[at + call.len()..]
+                .trim_start()
                 .strip_prefix('"')
                 .expect("a route is a literal, so that it can be found here");
-            call.split('"').next().unwrap().to_owned()
+            // The description has no sign for a parameter of many segments; it says so beside it.
+            call.split('"').next().unwrap().replace("{*", "{")
         }));
         for other in [".nest(", ".route_service(", ".nest_service("] {
             assert!(!text.contains(other), "{other} adds routes that this test does not see");
@@ -39,12 +47,19 @@ fn every_route_is_described_and_every_described_path_is_a_route() {
 
 #[tokio::test]
 async fn every_path_takes_the_methods_that_are_described_and_no_other() {
-    let ledger = Ledger::start().await;
+    // Nobody listens at port 1: what is forwarded there is answered without being sent.
+    let ledger = Ledger::with(Setup {
+        config: "[downstreams.nobody]\nurl = \"http://127.0.0.1:1\"\n".to_owned(),
+        ..Setup::default()
+    })
+    .await;
     for (path, methods) in contract().methods() {
         let target = path
             .replace("{operation_id}", "x")
             .replace("{key_id}", "x")
-            .replace("{code}", "not-found");
+            .replace("{code}", "not-found")
+            .replace("{downstream}", "nobody")
+            .replace("{path}", "a/b");
         let refused = ledger
             .agent()
             .send("BREW", &target, &[], "")
@@ -78,7 +93,7 @@ fn the_checks_of_answers_notice_what_is_not_described() {
         }
     };
     let json = ("content-type", "application/json");
-    let faults = |path: &str, answer: Answer| contract().faults("GET", path, &answer);
+    let faults = |path: &str, answer: Answer| contract().faults("GET", path, b"", &answer);
     assert_eq!(
         faults("/healthz", answer(200, &[json], r#"{"status":"ok"}"#)),
         Vec::<String>::new()
@@ -108,6 +123,53 @@ fn the_checks_of_answers_notice_what_is_not_described() {
     ] {
         assert!(!faults(path, wrong.clone()).is_empty(), "{path}: {wrong:?}");
     }
+}
+
+#[test]
+fn a_downstreams_own_answers_are_taken_for_its_own_and_nothing_else_is() {
+    let lines = [
+        ("request-id", "0195c3a8-5d3e-7c41-9f0a-3f2b6a1c9d10"),
+        ("x-content-type-options", "nosniff"),
+        ("cache-control", "no-store"),
+    ];
+    let answer = |status: u16, headers: &[(&'static str, &str)], body: &str| {
+        let mut map = HeaderMap::new();
+        for (name, value) in lines.iter().chain(headers) {
+            map.append(*name, value.parse().unwrap());
+        }
+        Answer {
+            status,
+            headers: map,
+            body: Bytes::copy_from_slice(body.as_bytes()),
+        }
+    };
+    crate::support::contract::note_kinds("[kinds.\"contract.forwarded\"]\ndownstream = \"payments\"\n");
+    let faults =
+        |path: &str, sent: &str, answer: &Answer| contract().faults("POST", path, sent.as_bytes(), answer).len();
+    let (forwarded, here) = (
+        r#"{"kind":"contract.forwarded","payload":{}}"#,
+        r#"{"kind":"account.deposit","payload":{}}"#,
+    );
+    let own = answer(
+        418,
+        &[("content-type", "text/x-tea"), ("x-total", "3"), ("location", "/tea/1")],
+        "short and stout",
+    );
+    for path in ["/v1/proxy/payments", "/v1/proxy/payments/", "/v1/proxy/payments/a/b/"] {
+        assert_eq!(faults(path, "", &own), 0, "{path}");
+    }
+    assert_eq!(faults("/v1/operations", forwarded, &own), 0);
+    assert!(faults("/v1/operations", here, &own) > 0);
+    assert!(faults("/v1/operations/x/execute", "", &own) > 0);
+    assert!(faults("/v1/proxies/payments", "", &own) > 0);
+    let cookie = answer(200, &[("set-cookie", "session=1")], "");
+    assert!(faults("/v1/proxy/payments/a", "", &cookie) > 0);
+    // A problem of ours keeps to what is said of ours, wherever it is.
+    let problem = ("content-type", "application/problem+json");
+    let ours = answer(418, &[problem], r#"{"type":"/problems/teapot","title":"Tea"}"#);
+    assert!(faults("/v1/proxy/payments/a", "", &ours) > 0);
+    let theirs = answer(418, &[problem], r#"{"type":"https://tea.example/pot","title":"Tea"}"#);
+    assert_eq!(faults("/v1/proxy/payments/a", "", &theirs), 0);
 }
 
 #[test]

@@ -271,13 +271,14 @@ impl Attempt {
         if succeeded {
             self.perform.metrics.committed_effect();
         }
+        let mut operation = self.known(state);
+        operation.receipt_expires_at = Some(times.expires_at);
+        // Whoever has not been passed it as it came gets what is left of it, and never an empty body in its place.
         if receipt.omitted.is_some() {
-            // Whoever reads the stream has it whole.
-            let operation = self.known(state);
             return caller.end(Outcome::NotStored { operation, receipt });
         }
         let outcome = Outcome::Settled {
-            operation: self.known(state),
+            operation,
             receipt,
             expires_at: times.expires_at,
             serve_until: after(times.expires_at - times.settled_at),
@@ -290,7 +291,7 @@ impl Attempt {
 
     /// The claim does not stand any more: somebody has decided, or our own commit's answer was lost. The answer changes
     /// nothing, and is kept as evidence.
-    async fn late(self, receipt: &Receipt, caller: ToCaller) {
+    async fn late(self, receipt: &Receipt, mut caller: ToCaller) {
         let (perform, forward) = (&self.perform, &self.forward);
         let Ok(Some(operation)) = perform.operation(&forward.tenant, &forward.id).await else {
             return caller.fail(self.unrecorded());
@@ -308,6 +309,8 @@ impl Attempt {
             perform
                 .add_evidence(&forward.tenant, &forward.id, "late_answer", reason, &evidence)
                 .await;
+            // A stream that ends well would say that this answer is the operation's.
+            caller.cut();
         }
         caller.end(match outcome {
             Outcome::Settled {

@@ -16,6 +16,7 @@ use crate::ledger::key::Caller;
 use crate::ledger::operation::{Answer, Operation, StateName};
 use crate::ledger::operation_id::OperationId;
 use crate::ledger::plan::{Fence, Seen};
+use crate::ledger::read;
 use crate::ledger::receipt::{self, Receipt};
 use crate::ledger::reconciliation::{self, Ending, Note};
 use crate::outbound::downstream::{Call, Downstream, Route};
@@ -101,6 +102,14 @@ impl Perform {
         if operation.state.name() != StateName::NeedsReconciliation {
             return Err(changed(&operation));
         }
+        if matches!(resolution.verdict, Verdict::NotExecuted | Verdict::Failed)
+            && self.has_succeeded(&operation).await?
+        {
+            return Err(NotResolved::NoReversal {
+                known: Known::of(&operation),
+                cause: "it has succeeded, as its receipt says; what is unknown is whether that was undone".to_owned(),
+            });
+        }
         let evidence = evidence(&resolution.verdict, resolution.evidence.as_deref());
         let reason = resolution.reason.as_str();
         let actor = caller.actor();
@@ -171,6 +180,18 @@ impl Perform {
             return Err(changed(&operation));
         }
         Ok(operation)
+    }
+
+    /// Whether it succeeded before its reversal was refused. Then its receipt is out in the world: no attempt may be made
+    /// again, and none may be said not to have acted.
+    async fn has_succeeded(&self, operation: &Operation) -> Result<bool, NotResolved> {
+        let (tenant, id) = (&operation.tenant, &operation.id);
+        let mut session = self.pool.reader(super::LIMITS).await?;
+        let history = read::history(&mut session, tenant, id, operation.version).await?;
+        session.finish().await?;
+        Ok(history
+            .iter()
+            .any(|change| change.state == StateName::Succeeded.as_str()))
     }
 
     async fn end(

@@ -177,16 +177,18 @@ impl Client {
         for (name, value) in headers {
             request = request.header(*name, *value);
         }
-        let response = self.hyper.request(request.body(Full::new(body)).unwrap()).await?;
-        let (parts, body) = response.into_parts();
-        let body = body.collect().await?.to_bytes();
+        let response = self
+            .hyper
+            .request(request.body(Full::new(body.clone())).unwrap())
+            .await?;
+        let (parts, answered) = response.into_parts();
         let answer = Answer {
             status: parts.status.as_u16(),
             headers: parts.headers,
-            body,
+            body: answered.collect().await?.to_bytes(),
         };
         if self.checks {
-            contract::check(method, path, &answer);
+            contract::check(method, path, &body, &answer);
         }
         Ok(answer)
     }

@@ -2,8 +2,8 @@
 //!
 //! The client asks `check` after each answer, so whatever the whole run sees is documented, or the test that saw it fails.
 
-use std::collections::{BTreeMap, HashMap};
-use std::sync::{Arc, Mutex, OnceLock};
+use std::collections::{BTreeMap, HashMap, HashSet};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 use jsonschema::{Draft, Validator};
 use serde_json::{Value, json};
@@ -17,6 +17,19 @@ const HTTPS_OWN: [&str; 5] = [
     "date",
     "connection",
     "transfer-encoding",
+];
+
+/// Lines of a downstream's answer that nobody may get to see behind the proxy, whatever the configuration says.
+const NEVER_PASSED: [&str; 9] = [
+    "keep-alive",
+    "proxy-authenticate",
+    "proxy-connection",
+    "set-cookie",
+    "set-cookie2",
+    "te",
+    "trailer",
+    "upgrade",
+    "www-authenticate",
 ];
 
 /// The methods a path item may have.
@@ -60,9 +73,37 @@ pub fn contract() -> &'static Contract {
     })
 }
 
-/// Panics if the description does not allow this answer.
-pub fn check(method: &str, target: &str, answer: &Answer) {
-    let faults = contract().faults(method, target, answer);
+/// The kinds that a downstream performs in some test's configuration.
+static PERFORMED_BY_DOWNSTREAMS: Mutex<Option<HashSet<String>>> = Mutex::new(None);
+
+/// Notes which kinds of a configuration a downstream performs: their answers are the downstream's own.
+pub fn note_kinds(configuration: &str) {
+    let Ok(file) = configuration.parse::<toml::Table>() else {
+        return;
+    };
+    let kinds = file.get("kinds").and_then(toml::Value::as_table);
+    let performed = kinds
+        .into_iter()
+        .flatten()
+        .filter(|(_, kind)| kind.get("downstream").is_some());
+    let mut noted = PERFORMED_BY_DOWNSTREAMS.lock().unwrap_or_else(PoisonError::into_inner);
+    noted
+        .get_or_insert_default()
+        .extend(performed.map(|(name, _)| name.clone()));
+}
+
+/// Whether a submission is of a kind that a downstream performs.
+fn is_for_a_downstream(submission: &[u8]) -> bool {
+    let submission: Value = serde_json::from_slice(submission).unwrap_or_default();
+    let noted = PERFORMED_BY_DOWNSTREAMS.lock().unwrap_or_else(PoisonError::into_inner);
+    let kind = submission["kind"].as_str();
+    kind.zip(noted.as_ref())
+        .is_some_and(|(kind, noted)| noted.contains(kind))
+}
+
+/// Panics if the description does not allow this answer to a request with this body.
+pub fn check(method: &str, target: &str, sent: &[u8], answer: &Answer) {
+    let faults = contract().faults(method, target, sent, answer);
     assert!(
         faults.is_empty(),
         "{method} {target} was answered against openapi.yaml:\n{}\n{answer:?}",
@@ -74,7 +115,9 @@ impl Contract {
     pub fn operations(&self) -> Vec<Operation<'_>> {
         let mut operations = Vec::new();
         for (path, item) in self.api["paths"].as_object().unwrap() {
-            for (name, described) in item.as_object().unwrap() {
+            let shared = item.get("$ref").map(|_| self.resolved(item));
+            let described = item.as_object().into_iter().chain(shared.and_then(Value::as_object));
+            for (name, described) in described.flatten() {
                 if METHODS.contains(&name.as_str()) {
                     let method = METHODS.iter().find(|known| *known == name).unwrap();
                     operations.push(Operation {
@@ -103,10 +146,10 @@ impl Contract {
     }
 
     /// What is wrong with an answer, one line each.
-    pub fn faults(&self, method: &str, target: &str, answer: &Answer) -> Vec<String> {
+    pub fn faults(&self, method: &str, target: &str, sent: &[u8], answer: &Answer) -> Vec<String> {
         let path = target.split('?').next().unwrap_or_default();
         let mut fewest: Option<Vec<String>> = None;
-        for (place, response) in self.responses(method, path, answer.status) {
+        for (place, response) in self.responses(method, path, sent, answer) {
             let mut faults = self.header_faults(&place, response, answer);
             if method != "HEAD" {
                 faults.extend(self.body_fault(&place, response, answer));
@@ -122,14 +165,19 @@ impl Contract {
         faults
     }
 
-    /// The answers documented for a status, of the route and of every request, with a name for their places.
-    fn responses(&self, method: &str, path: &str, status: u16) -> Vec<(String, &Value)> {
+    /// What is documented for this answer, of the route and of every request, with a name for each place.
+    fn responses(&self, method: &str, path: &str, sent: &[u8], answer: &Answer) -> Vec<(String, &Value)> {
         let wanted = if method == "HEAD" { "GET" } else { method };
-        let status = status.to_string();
         let operation = self
             .operations()
             .into_iter()
-            .find(|operation| operation.method == wanted && matches(operation.path, path));
+            .find(|operation| operation.method == wanted && self.matches(operation.path, path));
+        // A downstream's own answer is held to what is said of those, and to nothing that is said of ours.
+        if let Some(operation) = operation.filter(|operation| is_downstreams_own(operation, method, sent, answer)) {
+            let place = format!("{} {} default", operation.method, operation.path);
+            return vec![(place, self.resolved(&operation.described["responses"]["default"]))];
+        }
+        let status = answer.status.to_string();
         let of_route = operation.and_then(|operation| {
             let response = operation.described["responses"].get(&status)?;
             Some((format!("{} {} {status}", operation.method, operation.path), response))
@@ -141,6 +189,23 @@ impl Contract {
             .chain(of_every_request)
             .map(|(place, response)| (place, self.resolved(response)))
             .collect()
+    }
+
+    /// Whether a path is one of those that the template describes.
+    fn matches(&self, template: &str, path: &str) -> bool {
+        let many = self.api["paths"][template]["x-many-segments"] == true;
+        let (template, path): (Vec<_>, Vec<_>) = (template.split('/').collect(), path.split('/').collect());
+        let length_fits = if many {
+            // What stands for many segments stands last, and for at least one that is not empty.
+            path.len() > template.len() || (path.len() == template.len() && path.last() != Some(&""))
+        } else {
+            path.len() == template.len()
+        };
+        length_fits
+            && template
+                .iter()
+                .zip(path)
+                .all(|(described, sent)| described.starts_with('{') || *described == sent)
     }
 
     /// Follows a `$ref` that stands alone.
@@ -168,7 +233,10 @@ impl Contract {
                 continue;
             }
             let Some(header) = documented.get(name.as_str()) else {
-                faults.push(format!("the header {name} is not documented"));
+                let is_passed = response["x-more-headers"] == true && !NEVER_PASSED.contains(&name.as_str());
+                if !is_passed {
+                    faults.push(format!("the header {name} is not documented"));
+                }
                 continue;
             };
             let text = value.to_str().unwrap_or("not text");
@@ -188,6 +256,9 @@ impl Contract {
 
     fn body_fault(&self, place: &str, response: &Value, answer: &Answer) -> Option<String> {
         let content = response.get("content");
+        if content.is_some_and(|content| content.get("*/*").is_some()) {
+            return None;
+        }
         if answer.body.is_empty() {
             return content.map(|_| "the body is empty".to_owned());
         }
@@ -222,10 +293,7 @@ impl Contract {
     }
 
     fn validator(&self, place: &str, schema: &Value) -> Arc<Validator> {
-        let mut validators = self
-            .validators
-            .lock()
-            .unwrap_or_else(std::sync::PoisonError::into_inner);
+        let mut validators = self.validators.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(validator) = validators.get(place) {
             return validator.clone();
         }
@@ -243,14 +311,33 @@ impl Contract {
     }
 }
 
-/// Whether a path is one of those that the template describes.
-fn matches(template: &str, path: &str) -> bool {
-    let (template, path): (Vec<_>, Vec<_>) = (template.split('/').collect(), path.split('/').collect());
-    template.len() == path.len()
-        && template
-            .iter()
-            .zip(path)
-            .all(|(described, sent)| described.starts_with('{') || *described == sent)
+/// Whether an answer is a downstream's own. Ours are told by what `openapi.yaml` says that they are told by.
+fn is_downstreams_own(operation: &Operation<'_>, method: &str, sent: &[u8], answer: &Answer) -> bool {
+    if operation.described["x-downstreams-own"] != true {
+        return false;
+    }
+    let possible = if operation.path == "/v1/operations" {
+        is_for_a_downstream(sent)
+    } else if operation.path.ends_with("/receipt") {
+        // The request does not tell whose receipt it asks for; one of ours names its operation.
+        let body: Value = serde_json::from_slice(&answer.body).unwrap_or_default();
+        answer.status != 304 && body["operation_id"] != answer.header("operation-id")
+    } else {
+        true
+    };
+    possible && !is_ours(method, answer)
+}
+
+fn is_ours(method: &str, answer: &Answer) -> bool {
+    if method == "HEAD" {
+        // Without a body only the type is left, and a downstream's errors seldom have this one.
+        return answer.header("content-type") == "application/problem+json";
+    }
+    let body: Value = serde_json::from_slice(&answer.body).unwrap_or_default();
+    let is_problem = answer.header("content-type") == "application/problem+json"
+        && body["type"].as_str().is_some_and(|page| page.starts_with("/problems/"));
+    let is_accepted = answer.status == 202 && body["operation_url"] == answer.header("location");
+    is_problem || is_accepted
 }
 
 fn upper(method: &str) -> &'static str {

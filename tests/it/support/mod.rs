@@ -365,6 +365,7 @@ pub fn write_config(lines: &str) -> (tempfile::TempDir, PathBuf) {
     })
     .collect();
     let path = directory.path().join("opledger.toml");
+    contract::note_kinds(lines);
     std::fs::write(&path, format!("{lines}\n{kinds}")).unwrap();
     (directory, path)
 }

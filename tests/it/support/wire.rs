@@ -47,7 +47,7 @@ impl Wire {
         let answer = tokio::time::timeout(PATIENCE, self.next(method == "HEAD"))
             .await
             .expect("an answer comes in time")?;
-        contract::check(method, target, &answer);
+        contract::check(method, target, b"", &answer);
         Some(answer)
     }
 
