@@ -51,18 +51,18 @@ pub(super) struct DownstreamSettings {
 }
 
 /// What is wrong: with the file itself, or with a file it names.
-pub(super) enum Problem {
+pub(super) enum Fault {
     Value(String),
     Read(Error),
 }
 
-impl From<String> for Problem {
+impl From<String> for Fault {
     fn from(problem: String) -> Self {
         Self::Value(problem)
     }
 }
 
-impl Problem {
+impl Fault {
     /// With the place in front.
     pub(super) fn within(self, place: &str) -> Self {
         match self {
@@ -83,7 +83,7 @@ impl Problem {
 }
 
 /// Every downstream of the file, which lies in `folder`.
-pub(super) fn read(settings: &BTreeMap<String, DownstreamSettings>, folder: &Path) -> Result<Downstreams, Problem> {
+pub(super) fn read(settings: &BTreeMap<String, DownstreamSettings>, folder: &Path) -> Result<Downstreams, Fault> {
     settings
         .iter()
         .map(|(name, settings)| {
@@ -95,9 +95,9 @@ pub(super) fn read(settings: &BTreeMap<String, DownstreamSettings>, folder: &Pat
 }
 
 impl DownstreamSettings {
-    fn downstream(&self, name: &str, folder: &Path) -> Result<Downstream, Problem> {
+    fn downstream(&self, name: &str, folder: &Path) -> Result<Downstream, Fault> {
         if !is_name(name) {
-            return Err(Problem::Value(
+            return Err(Fault::Value(
                 "a downstream's name is 1 to 40 of a-z, 0-9 and -, not beginning with -".to_owned(),
             ));
         }
@@ -147,10 +147,10 @@ impl DownstreamSettings {
         Ok(limits)
     }
 
-    fn tls(&self, base: &Base, folder: &Path) -> Result<Tls, Problem> {
+    fn tls(&self, base: &Base, folder: &Path) -> Result<Tls, Fault> {
         let named = [&self.ca_file, &self.client_cert_file, &self.client_key_file];
         if !base.is_tls() && named.iter().any(|file| file.is_some()) {
-            return Err(Problem::Value(
+            return Err(Fault::Value(
                 "ca_file, client_cert_file and client_key_file need a url that begins with https".to_owned(),
             ));
         }
@@ -161,7 +161,7 @@ impl DownstreamSettings {
             }),
             (None, None) => None,
             (Some(_), None) | (None, Some(_)) => {
-                return Err(Problem::Value(
+                return Err(Fault::Value(
                     "client_cert_file and client_key_file go together".to_owned(),
                 ));
             }
@@ -202,11 +202,11 @@ fn header_name(name: &str) -> Result<HeaderName, String> {
     name.parse().map_err(|_| format!("{name:?} is no name of a header"))
 }
 
-fn bytes(folder: &Path, file: &Path) -> Result<Arc<[u8]>, Problem> {
+fn bytes(folder: &Path, file: &Path) -> Result<Arc<[u8]>, Fault> {
     let path = folder.join(file);
     std::fs::read(&path)
         .map(Into::into)
-        .map_err(|source| Problem::Read(Error::Read { path, source }))
+        .map_err(|source| Fault::Read(Error::Read { path, source }))
 }
 
 /// One text or a list of them.
@@ -236,8 +236,8 @@ mod tests {
         settings
             .downstream("payments", Path::new("."))
             .map_err(|problem| match problem {
-                Problem::Value(problem) => problem,
-                Problem::Read(error) => error.to_string(),
+                Fault::Value(problem) => problem,
+                Fault::Read(error) => error.to_string(),
             })
     }
 

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use serde::Deserialize;
 
-use super::downstreams::{CallSettings, Problem};
+use super::downstreams::{CallSettings, Fault};
 use super::{File, optional_duration, read as read_text};
 use crate::ledger::forward::PROXY_KINDS;
 use crate::ledger::kind::{Handler, Kind, Kinds, is_kind_name};
@@ -31,7 +31,7 @@ pub(super) struct KindSettings {
 }
 
 /// Every kind of the file, by what performs it.
-pub(super) fn read(file: &File, folder: &Path, downstreams: &Downstreams) -> Result<(Kinds, DownstreamKinds), Problem> {
+pub(super) fn read(file: &File, folder: &Path, downstreams: &Downstreams) -> Result<(Kinds, DownstreamKinds), Fault> {
     let (mut kinds, mut downstream_kinds) = (Vec::new(), Vec::new());
     for (name, settings) in &file.kinds {
         let place = format!("kinds.\"{name}\"");
@@ -52,20 +52,14 @@ enum Performed {
 }
 
 impl KindSettings {
-    fn performed(
-        &self,
-        name: &str,
-        folder: &Path,
-        file: &File,
-        downstreams: &Downstreams,
-    ) -> Result<Performed, Problem> {
+    fn performed(&self, name: &str, folder: &Path, file: &File, downstreams: &Downstreams) -> Result<Performed, Fault> {
         if !is_kind_name(name) {
-            return Err(Problem::Value(
+            return Err(Fault::Value(
                 "a kind's name is 1 to 100 of a-z, 0-9, _, - and ., beginning with a letter".to_owned(),
             ));
         }
         if name.starts_with(PROXY_KINDS) {
-            return Err(Problem::Value(format!(
+            return Err(Fault::Value(format!(
                 "names that begin with {PROXY_KINDS} are those of proxied requests; choose another"
             )));
         }
@@ -89,10 +83,10 @@ impl KindSettings {
                     retention,
                 }))
             }
-            (None, None) => Err(Problem::Value(
+            (None, None) => Err(Fault::Value(
                 "name what performs it: handler = \"schema.function\", or downstream and request".to_owned(),
             )),
-            (Some(_), Some(_)) => Err(Problem::Value(
+            (Some(_), Some(_)) => Err(Fault::Value(
                 "handler and downstream are two ways to perform it; name one".to_owned(),
             )),
         }
@@ -104,9 +98,9 @@ impl KindSettings {
         handler: &str,
         schema: Option<jsonschema::Validator>,
         retention: Duration,
-    ) -> Result<Kind, Problem> {
+    ) -> Result<Kind, Fault> {
         if self.request.is_some() {
-            return Err(Problem::Value("request goes with downstream".to_owned()));
+            return Err(Fault::Value("request goes with downstream".to_owned()));
         }
         let handler: Handler = handler.parse().map_err(|error| format!("handler: {error}"))?;
         Ok(Kind {
@@ -132,11 +126,11 @@ impl KindSettings {
     }
 }
 
-fn compile(path: &Path) -> Result<jsonschema::Validator, Problem> {
-    let text = read_text(path).map_err(Problem::Read)?;
+fn compile(path: &Path) -> Result<jsonschema::Validator, Fault> {
+    let text = read_text(path).map_err(Fault::Read)?;
     let schema = serde_json::from_str(&text).map_err(|error| format!("{} is not JSON: {error}", path.display()))?;
     jsonschema::options()
         .with_draft(jsonschema::Draft::Draft202012)
         .build(&schema)
-        .map_err(|error| Problem::Value(format!("{} is not a JSON Schema: {error}", path.display())))
+        .map_err(|error| Fault::Value(format!("{} is not a JSON Schema: {error}", path.display())))
 }

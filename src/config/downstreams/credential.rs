@@ -11,7 +11,7 @@ use serde::de::value::MapAccessDeserializer;
 use serde::de::{IgnoredAny, MapAccess, Visitor};
 use serde::{Deserialize, Deserializer};
 
-use super::{Problem, header_name};
+use super::{Fault, header_name};
 use crate::config;
 use crate::outbound::downstream::Secret;
 use crate::outbound::headers::may_be_set;
@@ -80,9 +80,9 @@ impl<'de> Deserialize<'de> for CredentialSettings {
 
 impl CredentialSettings {
     /// The header line that authenticates us.
-    pub fn line(&self, folder: &Path) -> Result<(HeaderName, Secret), Problem> {
+    pub fn line(&self, folder: &Path) -> Result<(HeaderName, Secret), Fault> {
         let Self::Table(table) = self else {
-            return Err(Problem::Value(WHERE.to_owned()));
+            return Err(Fault::Value(WHERE.to_owned()));
         };
         let literal = [
             &table.bearer,
@@ -93,14 +93,14 @@ impl CredentialSettings {
             &table.password,
         ];
         if literal.iter().any(|literal| literal.is_some()) {
-            return Err(Problem::Value(WHERE.to_owned()));
+            return Err(Fault::Value(WHERE.to_owned()));
         }
         table.line(folder)
     }
 }
 
 impl Table {
-    fn line(&self, folder: &Path) -> Result<(HeaderName, Secret), Problem> {
+    fn line(&self, folder: &Path) -> Result<(HeaderName, Secret), Fault> {
         let ways = [
             (&self.bearer_env, &self.bearer_file),
             (&self.basic_env, &self.basic_file),
@@ -110,14 +110,14 @@ impl Table {
             .iter()
             .map(|(variable, file)| usize::from(variable.is_some()) + usize::from(file.is_some()));
         if named.sum::<usize>() != 1 {
-            return Err(Problem::Value(
+            return Err(Fault::Value(
                 "name one of bearer_env, bearer_file, basic_env, basic_file, header_env and header_file".to_owned(),
             ));
         }
         let [bearer, basic, header] = ways;
         let is_header = header.0.is_some() || header.1.is_some();
         if self.header.is_some() != is_header {
-            return Err(Problem::Value(
+            return Err(Fault::Value(
                 "header names the line, e.g. \"X-Api-Key\", and header_env or header_file its value: both or neither"
                     .to_owned(),
             ));
@@ -135,14 +135,14 @@ impl Table {
         }
         let name = header_name(self.header.as_deref().unwrap_or_default())?;
         if !may_be_set(&name) {
-            return Err(Problem::Value(format!("header: {name} carries no credential")));
+            return Err(Fault::Value(format!("header: {name} carries no credential")));
         }
         let secret = secret(header, folder)?.unwrap_or_default();
         Ok((name, line(&secret)?))
     }
 }
 
-fn secret((variable, file): (&Option<String>, &Option<PathBuf>), folder: &Path) -> Result<Option<String>, Problem> {
+fn secret((variable, file): (&Option<String>, &Option<PathBuf>), folder: &Path) -> Result<Option<String>, Fault> {
     let (text, place) = match (variable, file) {
         (Some(name), _) => {
             let text = config::variable(name).ok_or_else(|| format!("the variable {name} is not set"))?;
@@ -150,14 +150,14 @@ fn secret((variable, file): (&Option<String>, &Option<PathBuf>), folder: &Path) 
         }
         (None, Some(file)) => {
             let path = folder.join(file);
-            let text = config::read(&path).map_err(Problem::Read)?;
+            let text = config::read(&path).map_err(Fault::Read)?;
             (text, path.display().to_string())
         }
         (None, None) => return Ok(None),
     };
     let text = text.trim_end_matches(['\r', '\n']).to_owned();
     if text.trim().is_empty() {
-        return Err(Problem::Value(format!("{place} is empty")));
+        return Err(Fault::Value(format!("{place} is empty")));
     }
     Ok(Some(text))
 }
