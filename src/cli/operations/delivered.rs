@@ -13,7 +13,7 @@ use crate::cli::exit::{Exit, Failure};
 use crate::cli::output;
 
 /// Lines that are about this delivery, not of the downstream's answer.
-const OURS: [&str; 10] = [
+const OURS: [&str; 12] = [
     "operation-id",
     "operation-state",
     "receipt-expires",
@@ -23,6 +23,8 @@ const OURS: [&str; 10] = [
     "cache-control",
     "x-content-type-options",
     "date",
+    "connection",
+    "content-length",
     "transfer-encoding",
 ];
 
