@@ -15,6 +15,7 @@ mod pages;
 mod purge;
 mod serve;
 mod shop;
+mod unknowns;
 
 use std::process::ExitCode;
 use std::time::Duration;
@@ -42,7 +43,8 @@ Examples:
   opledger migrate --grant-to opledger             prepare a database (as its owner)
   opledger serve --config opledger.toml            serve it (as the role opledger)
   opledger operations get acme:order-1001:refund:rev-1
-  opledger doctor                                  what is wrong with database, clock, settings, handlers";
+  opledger unknowns                                what a person has to settle
+  opledger doctor                                  what is wrong with database, clock, settings, handlers, downstreams";
 
 #[derive(Debug, Subcommand)]
 enum Command {
@@ -59,10 +61,12 @@ enum Command {
     /// Make, list, change and revoke API keys
     #[command(subcommand)]
     Keys(keys::Command),
-    /// Submit and look up operations
+    /// Submit, look up and settle operations
     #[command(subcommand)]
     Operations(operations::Command),
-    /// Say what is wrong with database, clock, settings and handlers
+    /// Show what nobody knows the outcome of, oldest first, and what to do about it
+    Unknowns(unknowns::Args),
+    /// Say what is wrong with database, clock, settings, handlers and downstreams
     Doctor(doctor::Args),
     /// Ask a running service whether it is healthy (exit code 0 or 1)
     Healthcheck(healthcheck::Args),
@@ -97,6 +101,7 @@ impl Command {
             Command::Purge(args) => purge::run(args).await,
             Command::Keys(command) => keys::run(command).await,
             Command::Operations(command) => operations::run(command).await,
+            Command::Unknowns(args) => unknowns::run(args).await,
             Command::Doctor(args) => doctor::run(args).await,
             Command::Healthcheck(args) => healthcheck::run(args).await,
             Command::Completions(args) => completions::run(args, Cli::command()),

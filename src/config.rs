@@ -277,6 +277,9 @@ pub enum Error {
     },
     #[error("{}: {problem}", path.display())]
     Value { path: PathBuf, problem: String },
+    /// The file is right, and a secret that it names is not there.
+    #[error("{}: {problem}", path.display())]
+    Secret { path: PathBuf, problem: String },
     #[error(
         "no database address; set DATABASE_URL (or DATABASE_URL_FILE, or --database-url), \
          or run `opledger dev` for a private PostgreSQL"

@@ -10,7 +10,9 @@ use crate::postgres::pool::Pool;
 #[command(after_help = "\
 Examples:
   opledger check --config opledger.toml --offline      the file and its JSON Schemas
-  DATABASE_URL=… opledger check                        that each handler exists and may be called, too")]
+  DATABASE_URL=… opledger check                        that each handler exists and may be called, too
+
+What each route of a downstream declares is said in words: above all, what follows an unknown outcome.")]
 pub struct Args {
     #[command(flatten)]
     file: FileArgs,
@@ -43,6 +45,9 @@ pub async fn run(args: Args) -> anyhow::Result<ExitCode> {
         for route in downstream.routes.iter().chain([&downstream.undeclared]) {
             println!("  {}", route.sentence());
         }
+    }
+    if config.downstreams.iter().next().is_some() {
+        println!("whether the downstreams are reached: opledger doctor");
     }
     let count = config.kinds.iter().count();
     if count == 0 && config.downstream_kinds.iter().count() == 0 {

@@ -1,8 +1,10 @@
 //! `opledger doctor`: says what is wrong, and what to do about it, before or while a service runs. It changes nothing.
 //!
-//! What `serve` refuses is a FAIL here; what works and should not stay so is a warning.
+//! What `serve` refuses is a FAIL here, and so is a downstream that no request would reach; what works and should not stay
+//! so is a warning.
 
 mod database;
+mod downstreams;
 mod role;
 
 use std::process::ExitCode;
@@ -19,7 +21,8 @@ Examples:
   opledger doctor
   opledger doctor --config /etc/opledger/opledger.toml --json | jq '.checks[] | select(.level == \"fail\")'
 
-Run it with the address and the role that the service uses: what it says about rights is about that role.
+Run it where the service runs, with its environment, its address and its role: what it says about rights, secrets and
+the network is about those. Downstreams are connected to, and sent no request.
 Exit codes: 0 nothing failed (there may be warnings), 1 something failed.")]
 pub struct Args {
     #[command(flatten)]
@@ -64,6 +67,9 @@ pub async fn run(args: Args) -> anyhow::Result<ExitCode> {
         Ok(url) => database::examine(url, config.as_ref(), &mut findings).await,
         Err(error) => findings.fail("database", chain(&error), "give the address that the service is given"),
     }
+    if let Some(config) = &config {
+        downstreams::examine(&config.downstreams, &mut findings).await;
+    }
     if args.json {
         output::print_document(&findings)?
     } else {
@@ -84,7 +90,7 @@ fn file(args: &FileArgs, findings: &mut Findings) -> Option<Config> {
     let path = args.config.display();
     match config::load(&args.config) {
         Ok(config) => {
-            let kinds = config.kinds.iter().count();
+            let kinds = config.kinds.iter().count() + config.downstream_kinds.iter().count();
             if kinds == 0 {
                 findings.warn(
                     "settings",
@@ -95,6 +101,12 @@ fn file(args: &FileArgs, findings: &mut Findings) -> Option<Config> {
                 findings.ok("settings", format!("{path} is valid and names {kinds} kinds"));
             }
             Some(config)
+        }
+        Err(error @ config::Error::Secret { .. }) => {
+            let advice =
+                "set the variable or write the file, for the service too; downstreams and handlers were not looked at";
+            findings.fail("secrets", chain(&error), advice);
+            None
         }
         Err(error) => {
             findings.fail(

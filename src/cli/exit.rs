@@ -15,9 +15,9 @@ Exit codes:
    4  no valid API key, or it may not do that (401, 403)
    5  not found
    6  fingerprint-mismatch: the id belongs to another request; do not go on under a new id
-   7  not settled yet (202 or operation-in-progress): ask again under the same id
+   7  not settled yet (202, operation-in-progress), or too early to decide: ask again under the same id
    8  outcome-unknown: it may have taken effect; read the operation, do not send it again
-   9  refused by a business rule (operation-failed): no effect
+   9  refused by a business rule or by the downstream: no effect
   10  the operation is over or its state forbids it: rejected, cancelled, receipt expired, begun already
   11  the service was not reached, or cannot serve now: the same command may be run again
   12  the handler or the service is broken (500): the same command may be run again after repair";
@@ -57,7 +57,7 @@ impl Exit {
     pub fn of_problem(status: u16, code: Option<&str>) -> Self {
         match code {
             Some("fingerprint-mismatch") => Self::Mismatch,
-            Some("operation-in-progress") => Self::NotSettled,
+            Some("operation-in-progress" | "resolution-too-early") => Self::NotSettled,
             Some("outcome-unknown") => Self::Unknown,
             Some("operation-failed") => Self::Failed,
             Some("operation-rejected" | "operation-cancelled" | "receipt-expired" | "state-conflict") => Self::Over,
@@ -126,7 +126,7 @@ impl From<crate::config::Error> for Failure {
         let exit = match &error {
             Error::NoApiKey => Exit::NotAllowed,
             Error::NoDatabase => Exit::Usage,
-            Error::Read { .. } | Error::Parse { .. } | Error::Value { .. } => Exit::Other,
+            Error::Read { .. } | Error::Parse { .. } | Error::Value { .. } | Error::Secret { .. } => Exit::Other,
         };
         let code = match exit {
             Exit::NotAllowed => "unauthenticated",
@@ -173,6 +173,7 @@ mod tests {
             (404, "not-found", Exit::NotFound),
             (422, "fingerprint-mismatch", Exit::Mismatch),
             (409, "operation-in-progress", Exit::NotSettled),
+            (409, "resolution-too-early", Exit::NotSettled),
             (409, "outcome-unknown", Exit::Unknown),
             (422, "operation-failed", Exit::Failed),
             (409, "operation-rejected", Exit::Over),

@@ -1,17 +1,21 @@
-//! `opledger operations`: submit, read, list, execute and cancel from a shell.
+//! `opledger operations`: submit, read, list, execute, cancel and settle from a shell.
 //!
 //! Payloads go out as the text that was given, and answers come back as the bytes that were sent: no number is read
 //! and written again on the way.
 
-mod show;
+mod decide;
+mod delivered;
+pub mod show;
 mod submit;
+pub mod unknown;
 
 use std::process::ExitCode;
 use std::time::Duration;
 
-use clap::{Args, Subcommand};
+use clap::{Args, Subcommand, ValueEnum};
 use http::{HeaderValue, Method};
 use serde::Deserialize;
+use serde::de::IgnoredAny;
 use serde_json::value::RawValue;
 
 use super::client::answer::Answer;
@@ -22,7 +26,9 @@ use super::output;
 use super::pages::{List, PageArgs};
 use crate::config::ClientArgs;
 use crate::ledger::operation_id::OperationId;
-use show::{Accepted, Operation, Receipt};
+use decide::{CompensateArgs, ResolveArgs};
+use delivered::settled;
+use show::Operation;
 
 const EXAMPLES: &str = "\
 Examples:
@@ -32,12 +38,13 @@ Examples:
       --payload '{\"order_id\":\"1001\",\"amount\":500}'
   opledger operations get acme:order-1001:refund:rev-1
   opledger operations receipt acme:order-1001:refund:rev-1 > receipt.json
-  opledger operations list --state needs_reconciliation --all --json
+  opledger operations list --state failed --all --json
+  opledger operations resolve acme:order-1001:refund:rev-1 --verdict succeeded --reason 'refund re_31 is there'
 
 The id names the business intent, never a try: run the same command again after any trouble, with the same id.
 A positional id that begins with - goes after --.";
 
-/// Submit, read and list operations
+/// Submit, read, list and settle operations
 #[derive(Debug, Subcommand)]
 #[command(after_help = format!("{EXAMPLES}\n\n{}", exit::HELP))]
 pub enum Command {
@@ -45,7 +52,7 @@ pub enum Command {
     Submit(submit::Args),
     /// Show an operation
     Get(OneArgs),
-    /// List operations, newest first
+    /// List operations, newest first or oldest first
     List(ListArgs),
     /// Write the receipt to stdout, byte for byte
     Receipt(ReceiptArgs),
@@ -55,6 +62,10 @@ pub enum Command {
     Execute(ExecuteArgs),
     /// Withdraw an operation that has not begun
     Cancel(OneArgs),
+    /// Say how an operation ended whose outcome is unknown
+    Resolve(ResolveArgs),
+    /// Undo a succeeded operation by its declared reversal
+    Compensate(CompensateArgs),
 }
 
 /// One operation.
@@ -131,12 +142,31 @@ pub struct ListArgs {
     /// Only operations created before this time
     #[arg(long, value_name = "TIME")]
     until: Option<String>,
+    /// Which come first
+    #[arg(long, value_enum)]
+    order: Option<Order>,
     #[command(flatten)]
     page: PageArgs,
     #[command(flatten)]
     client: ClientArgs,
     #[command(flatten)]
     time: TimeArgs,
+}
+
+/// By creation.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum Order {
+    Newest,
+    Oldest,
+}
+
+impl Order {
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::Newest => "newest",
+            Self::Oldest => "oldest",
+        }
+    }
 }
 
 /// Runs one of the commands; failures are shown here, so that `--json` holds for them too.
@@ -150,6 +180,8 @@ pub async fn run(command: Command) -> anyhow::Result<ExitCode> {
         Command::History(args) => history(args).await,
         Command::Execute(args) => execute(args).await,
         Command::Cancel(args) => cancel(args).await,
+        Command::Resolve(args) => decide::resolve(args).await,
+        Command::Compensate(args) => decide::compensate(args).await,
     };
     Ok(ended.unwrap_or_else(|failure| output::failed(&failure, json)).into())
 }
@@ -161,6 +193,8 @@ impl Command {
             Self::Get(args) | Self::History(args) | Self::Cancel(args) => args.client.json,
             Self::List(args) => args.client.json,
             Self::Receipt(ReceiptArgs { one, .. }) | Self::Execute(ExecuteArgs { one, .. }) => one.client.json,
+            Self::Resolve(args) => args.one.client.json,
+            Self::Compensate(args) => args.one.client.json,
         }
     }
 }
@@ -203,7 +237,8 @@ async fn history(args: OneArgs) -> Result<Exit, Failure> {
     if args.client.json {
         output::print_json(history.get().as_bytes())?;
     } else {
-        output::print(show::history(&answer.parsed()?))?;
+        let operation: Operation<'_> = answer.parsed()?;
+        output::print(show::history(&operation.history))?;
     }
     Ok(Exit::Done)
 }
@@ -229,10 +264,15 @@ async fn receipt(args: ReceiptArgs) -> Result<Exit, Failure> {
         }
         return Ok(Exit::Done);
     }
-    if one.client.json {
+    if !one.client.json {
+        output::print_exact(&answer.body)?
+    } else if serde_json::from_slice::<IgnoredAny>(&answer.body).is_ok() {
         output::print_json(&answer.body)?
     } else {
-        output::print_exact(&answer.body)?
+        output::print_document(&delivered::Document::of(&answer))?
+    }
+    if answer.is_downstreams() {
+        return Ok(answer.settlement());
     }
     match answer.problem().filter(|_| !answer.status.is_success()) {
         Some(problem) => {
@@ -255,36 +295,9 @@ async fn execute(args: ExecuteArgs) -> Result<Exit, Failure> {
     settled(&answer, one.client.json, args.prefer.respond_async)
 }
 
-/// Shows what a delivery was answered: a receipt, or that it is not settled yet, or why there will be none.
-fn settled(answer: &Answer, json: bool, accepted_will_do: bool) -> Result<Exit, Failure> {
-    let (text, exit) = match answer.status.as_u16() {
-        200 => {
-            let receipt: Receipt<'_> = answer.parsed()?;
-            (
-                receipt.render(answer.header("idempotent-replayed").is_some()),
-                Exit::Done,
-            )
-        }
-        202 => {
-            let accepted: Accepted = answer.parsed()?;
-            let exit = if accepted_will_do { Exit::Done } else { Exit::NotSettled };
-            if exit == Exit::NotSettled {
-                output::say(&format!("accepted, not settled: the operation is {}", accepted.state));
-            }
-            (accepted.render(), exit)
-        }
-        _ => return output::refused(answer, json),
-    };
-    if json {
-        output::print_json(&answer.body)?
-    } else {
-        output::print(text)?
-    }
-    Ok(exit)
-}
-
 async fn list(args: ListArgs) -> Result<Exit, Failure> {
     let client = Client::new(&args.client)?;
+    let order = args.order.map(|order| order.as_str().to_owned());
     let filters = [
         ("state", &args.state),
         ("kind", &args.kind),
@@ -293,6 +306,7 @@ async fn list(args: ListArgs) -> Result<Exit, Failure> {
         ("external_reference", &args.external_reference),
         ("since", &args.since),
         ("until", &args.until),
+        ("order", &order),
     ];
     let list = List {
         path: "/v1/operations",

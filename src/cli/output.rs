@@ -157,6 +157,11 @@ pub fn say(text: &str) {
     eprintln!("opledger: {}", inert_lines(text));
 }
 
+/// Shows lines on stderr, beside what a script reads.
+pub fn show_aside(text: &str) {
+    eprint!("{}", inert_lines(text));
+}
+
 /// Writes an answer's status and headers to stderr, a line each.
 pub fn say_headers(answer: &Answer) {
     eprintln!("{}", answer.status.as_u16());

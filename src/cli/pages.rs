@@ -39,6 +39,15 @@ pub struct List {
     pub timeout: Duration,
 }
 
+/// What a list came to.
+pub enum Listed {
+    Found {
+        items: Vec<Box<RawValue>>,
+        next_cursor: Option<String>,
+    },
+    Refused(Answer),
+}
+
 /// One page; the items as they came.
 #[derive(Debug)]
 struct Page {
@@ -49,18 +58,34 @@ struct Page {
 impl List {
     /// Shows one page, or with `--all` every page as one document.
     pub async fn show(
-        mut self,
+        self,
         client: &Client,
         json: bool,
         render: impl Fn(&[Box<RawValue>]) -> Result<String, Failure>,
     ) -> Result<Exit, Failure> {
+        let name = self.items;
+        let (found, next_cursor) = match self.fetch(client).await? {
+            Listed::Refused(answer) => return output::refused(&answer, json),
+            Listed::Found { items, next_cursor } => (items, next_cursor),
+        };
+        if json {
+            output::print_json(document(name, &found, next_cursor.as_deref()).as_bytes())?;
+            return Ok(Exit::Done);
+        }
+        output::print(render(&found)?)?;
+        say_more(next_cursor.as_deref());
+        Ok(Exit::Done)
+    }
+
+    /// One page, or with `--all` every page.
+    pub async fn fetch(mut self, client: &Client) -> Result<Listed, Failure> {
         let mut found = Vec::new();
         let next_cursor = loop {
             let answer = client
                 .send(&Request::new(Method::GET, self.path_and_query(), self.timeout))
                 .await?;
             if !answer.status.is_success() {
-                return output::refused(&answer, json);
+                return Ok(Listed::Refused(answer));
             }
             let page = self.read(&answer)?;
             found.extend(page.items);
@@ -72,15 +97,10 @@ impl List {
                 next => break next,
             }
         };
-        if json {
-            output::print_json(document(self.items, &found, next_cursor.as_deref()).as_bytes())?;
-            return Ok(Exit::Done);
-        }
-        output::print(render(&found)?)?;
-        if let Some(cursor) = next_cursor {
-            output::say(&format!("there is more: --all, or --cursor {cursor}"));
-        }
-        Ok(Exit::Done)
+        Ok(Listed::Found {
+            items: found,
+            next_cursor,
+        })
     }
 
     fn path_and_query(&self) -> String {
@@ -112,6 +132,13 @@ impl List {
             items: serde_json::from_str(member(self.items)?).map_err(|_| answer.foreign())?,
             next_cursor: serde_json::from_str(member("next_cursor")?).map_err(|_| answer.foreign())?,
         })
+    }
+}
+
+/// Says how to see what was left out.
+pub fn say_more(next_cursor: Option<&str>) {
+    if let Some(cursor) = next_cursor {
+        output::say(&format!("there is more: --all, or --cursor {cursor}"));
     }
 }
 

@@ -50,9 +50,10 @@ pub(super) struct DownstreamSettings {
     routes: Vec<RouteSettings>,
 }
 
-/// What is wrong: with the file itself, or with a file it names.
+/// What is wrong: with the file itself, with a secret, or with another file it names.
 pub(super) enum Fault {
     Value(String),
+    Secret(String),
     Read(Error),
 }
 
@@ -67,6 +68,7 @@ impl Fault {
     pub(super) fn within(self, place: &str) -> Self {
         match self {
             Self::Value(problem) => Self::Value(format!("{place}: {problem}")),
+            Self::Secret(problem) => Self::Secret(format!("{place}: {problem}")),
             read @ Self::Read(_) => read,
         }
     }
@@ -74,6 +76,10 @@ impl Fault {
     pub(super) fn at(self, path: &Path) -> Error {
         match self {
             Self::Value(problem) => Error::Value {
+                path: path.to_owned(),
+                problem,
+            },
+            Self::Secret(problem) => Error::Secret {
                 path: path.to_owned(),
                 problem,
             },
@@ -236,7 +242,7 @@ mod tests {
         settings
             .downstream("payments", Path::new("."))
             .map_err(|problem| match problem {
-                Fault::Value(problem) => problem,
+                Fault::Value(problem) | Fault::Secret(problem) => problem,
                 Fault::Read(error) => error.to_string(),
             })
     }

@@ -29,7 +29,7 @@ use crate::ledger::key::{Caller, Role};
 use crate::ledger::kind::{self, SchemaViolation, is_kind_name};
 use crate::ledger::operation::{Operation, StateName};
 use crate::ledger::operation_id::OperationId;
-use crate::ledger::read::{self, Change, Filter, Place, Summary};
+use crate::ledger::read::{self, Change, Filter, Order, Place, Summary};
 use crate::ledger::receipt::format_time;
 use crate::ledger::submission::{self, Envelope, Invalid, Mode, Submission};
 use crate::outbound::downstream::{Downstream, Route};
@@ -395,7 +395,7 @@ fn matches_tag(headers: &HeaderMap, tag: &str) -> bool {
         .any(|sent| sent == "*" || sent.trim_start_matches("W/") == tag)
 }
 
-/// `GET /v1/operations`: newest first, page by page.
+/// `GET /v1/operations`: newest or oldest first, page by page.
 async fn list(State(app): State<Arc<App>>, RawQuery(query): RawQuery, headers: HeaderMap) -> Result<Response, Problem> {
     let caller = extract::caller(&app, &headers, &READERS).await?;
     let mut parameters = Parameters::parse(query.as_deref())?;
@@ -452,9 +452,18 @@ fn filter(parameters: &mut Parameters, caller: &Caller) -> Result<(Filter, i64),
         external_reference: reference(parameters, "external_reference")?,
         since: time(parameters, "since")?,
         until: time(parameters, "until")?,
+        order: order(parameters)?,
         after: place(parameters)?,
     };
     Ok((filter, parameters.limit()?))
+}
+
+fn order(parameters: &mut Parameters) -> Result<Order, Problem> {
+    match parameters.take("order").as_deref() {
+        None | Some("newest") => Ok(Order::Newest),
+        Some("oldest") => Ok(Order::Oldest),
+        Some(_) => Err(Problem::parameter("order", "an order is newest or oldest")),
+    }
 }
 
 /// A time, in UTC: with its offset it may lie outside the years that can be written.
@@ -528,6 +537,7 @@ struct Document {
     attempts: i32,
     effects: Option<u32>,
     created_at: String,
+    due_at: Option<String>,
     settled_at: Option<String>,
     receipt_expires_at: Option<String>,
     receipt: Option<ReceiptDocument>,
@@ -577,6 +587,7 @@ impl Document {
             attempts: summary.attempts,
             effects: summary.state.effects(),
             created_at: format_time(summary.created_at),
+            due_at: summary.due_at.map(format_time),
             settled_at: summary.settled_at.map(format_time),
             receipt_expires_at: summary.receipt_expires_at.map(format_time),
             receipt: summary.receipt.map(|receipt| ReceiptDocument {

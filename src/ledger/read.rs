@@ -162,6 +162,8 @@ pub struct Summary {
     pub deliveries: i64,
     pub attempts: i32,
     pub created_at: OffsetDateTime,
+    /// When it is taken up again by itself, if that is so.
+    pub due_at: Option<OffsetDateTime>,
     pub settled_at: Option<OffsetDateTime>,
     pub receipt_expires_at: Option<OffsetDateTime>,
     /// Status, header lines, SHA-256 in hex and size of the receipt while it is kept.
@@ -198,6 +200,7 @@ const SUMMARY: &str = r"
            case when o.state = 'compensating' or o.receipt_expires_at > statement_timestamp() or o.settled_at is null
                 then o.external_reference end as external_reference,
            o.requested_by, 1 + coalesce(d.repeats, 0) as deliveries, o.attempt, o.created_at,
+           case when o.state in ('retry_wait', 'needs_reconciliation') then o.due_at end as due_at,
            o.settled_at, o.receipt_expires_at, r.status, r.headers::text as headers,
            encode(r.body_sha256, 'hex') as body_sha256, coalesce(r.omitted_bytes, octet_length(r.body)) as size,
            array(select l.relation from ledger.links l where l.tenant_id = o.tenant_id
@@ -261,11 +264,20 @@ pub struct Filter {
     pub since: Option<OffsetDateTime>,
     /// Created before.
     pub until: Option<OffsetDateTime>,
+    pub order: Order,
     /// Only what comes after this place in the order.
     pub after: Option<Place>,
 }
 
-/// A place in the order of a list: newest first, then by id. Rows never move in it, so a cursor stays true while
+/// By creation, then by id.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub enum Order {
+    #[default]
+    Newest,
+    Oldest,
+}
+
+/// A place in the order of a list, whichever way it is read. Rows never move in it, so a cursor stays true while
 /// operations are added or change state.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Place {
@@ -273,7 +285,7 @@ pub struct Place {
     pub operation_id: String,
 }
 
-/// Up to `limit` operations, newest first.
+/// Up to `limit` operations, in the filter's order.
 ///
 /// The text is put together from the filters that are there, so that PostgreSQL plans each combination for itself.
 pub async fn list(session: &mut Session, tenant: &Tenant, filter: &Filter, limit: i64) -> Result<Vec<Summary>, Error> {
@@ -313,16 +325,19 @@ pub async fn list(session: &mut Session, tenant: &Tenant, filter: &Filter, limit
             query.push(condition).push_bind(time);
         }
     }
+    let (beyond, order) = match filter.order {
+        Order::Newest => (" < (", " order by o.created_at desc, o.operation_id desc limit "),
+        Order::Oldest => (" > (", " order by o.created_at, o.operation_id limit "),
+    };
     if let Some(after) = &filter.after {
         query
-            .push(" and (o.created_at, o.operation_id) < (")
+            .push(" and (o.created_at, o.operation_id)")
+            .push(beyond)
             .push_bind(after.created_at)
             .push(", ");
         query.push_bind(after.operation_id.clone()).push(")");
     }
-    query
-        .push(" order by o.created_at desc, o.operation_id desc limit ")
-        .push_bind(limit);
+    query.push(order).push_bind(limit);
     summaries(session, query, "list the operations").await
 }
 
@@ -358,6 +373,7 @@ async fn summaries(
                 deliveries: row.get("deliveries"),
                 attempts: row.get("attempt"),
                 created_at: row.get("created_at"),
+                due_at: row.get("due_at"),
                 settled_at: row.get("settled_at"),
                 receipt_expires_at: row.get("receipt_expires_at"),
                 receipt,

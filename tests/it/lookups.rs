@@ -252,6 +252,15 @@ async fn filters_hold_together() {
         (format!("since={moment}&until={moment}"), vec![]),
         ("kind=order.refund&state=planned".to_owned(), vec![]),
         ("limit=2".to_owned(), vec!["r-1", "planned"]),
+        ("order=newest&limit=2".to_owned(), vec!["r-1", "planned"]),
+        (
+            "order=oldest".to_owned(),
+            vec!["d-1", "d-2", "failed", "planned", "r-1"],
+        ),
+        (
+            format!("order=oldest&since={moment}&limit=2"),
+            vec!["failed", "planned"],
+        ),
     ] {
         assert_eq!(listed(&agent, &query).await, expected, "{query}");
     }
@@ -308,6 +317,44 @@ async fn pages_stay_true_while_operations_come_and_change() {
             "{once:?}"
         );
     }
+}
+
+#[tokio::test]
+async fn pages_with_the_oldest_first_show_each_operation_once_and_what_comes_later_last() {
+    let ledger = Ledger::start().await;
+    let agent = ledger.agent();
+    for number in 0..17 {
+        plan(&agent, &format!("first-{number}")).await;
+    }
+    // Several of one transaction share their time: the id decides then.
+    sqlx::query("update ledger.operations set created_at = (select min(created_at) from ledger.operations) where operation_id like 'first-1%'")
+        .execute(&ledger.sql)
+        .await
+        .unwrap();
+    let (mut seen, mut cursor) = (Vec::new(), String::new());
+    loop {
+        let page = agent
+            .get(&format!("/v1/operations?order=oldest&limit=4{cursor}"))
+            .await
+            .succeeded()
+            .json();
+        seen.extend(ids(&page));
+        if seen.len() == 4 {
+            plan(&agent, "later").await;
+        }
+        cancel(&agent, seen.last().unwrap()).await.succeeded();
+        let Some(next) = page["next_cursor"].as_str() else {
+            break;
+        };
+        cursor = format!("&cursor={next}");
+    }
+    let ordered: Vec<String> =
+        sqlx::query_scalar("select operation_id from ledger.operations order by created_at, operation_id")
+            .fetch_all(&ledger.sql)
+            .await
+            .unwrap();
+    assert_eq!(seen, ordered);
+    assert_eq!(seen.last().unwrap(), "later");
 }
 
 /// The first operations that are planned now, or were when they were shown.
@@ -382,6 +429,8 @@ async fn a_bad_parameter_is_refused_by_its_name() {
         ("since=2026-01-01", "since"),
         ("until=2026-13-01T00:00:00Z", "until"),
         ("until=9999-12-31T23:59:59-23:59", "until"),
+        ("order=random", "order"),
+        ("order=oldest&order=oldest", "order"),
         ("colour=red", "colour"),
         ("cursor=x", "cursor"),
         ("cursor=AAAA", "cursor"),

@@ -7,6 +7,7 @@
 
 mod chaos;
 mod claims;
+mod cli;
 mod contract;
 mod crashes;
 mod edge;

@@ -49,6 +49,8 @@ fn pause(tried: u32, result: &Result<Answer, Error>) -> Option<Duration> {
         ) => {
             return None;
         }
+        // A downstream's own answer is final, whatever it says about itself.
+        Ok(answer) if answer.is_downstreams() => return None,
         Ok(answer) => {
             let passing = matches!(answer.status.as_u16(), 502..=504);
             if !answer.problem().map_or(passing, |problem| problem.retryable) {
@@ -114,6 +116,9 @@ mod tests {
         assert_eq!(pause(0, &answer(200, None, "{}")), None);
         assert!(pause(0, &answer(502, None, "<html>")).is_some());
         assert_eq!(pause(0, &answer(500, None, "<html>")), None);
+        let mut theirs = answer(503, None, busy).unwrap();
+        theirs.headers.insert("operation-id", "a".parse().unwrap());
+        assert_eq!(pause(0, &Ok(theirs)), None, "a downstream's answer is final");
         assert!(
             pause(
                 9,

@@ -16,7 +16,10 @@ pub struct Receipt<'a> {
     attempt: i64,
     #[serde(borrow)]
     result: &'a RawValue,
-    settled_at: String,
+    /// Absent where a person decided.
+    settled_at: Option<String>,
+    /// Why a person decided that it succeeded.
+    resolution: Option<String>,
 }
 
 /// 202: stored and not settled.
@@ -31,22 +34,39 @@ pub struct Accepted {
 /// An operation as the service shows it.
 #[derive(Debug, Deserialize)]
 pub struct Operation<'a> {
-    operation_id: String,
-    kind: String,
-    target: String,
-    state: String,
+    pub operation_id: String,
+    pub kind: String,
+    pub target: String,
+    pub state: String,
     fingerprint: String,
+    pub version: i32,
     #[serde(borrow)]
     run: Option<&'a RawValue>,
     external_reference: Option<String>,
     requested_by: String,
     deliveries: i64,
-    attempts: i64,
+    pub attempts: i64,
     effects: Option<i64>,
-    created_at: String,
+    pub created_at: String,
+    pub due_at: Option<String>,
     settled_at: Option<String>,
     receipt_expires_at: Option<String>,
     receipt: Option<Stored>,
+    #[serde(default)]
+    pub links: Vec<Link>,
+    /// Empty in lists.
+    #[serde(borrow, default)]
+    pub history: Vec<Event<'a>>,
+}
+
+/// The other operation undoes this one.
+pub const RELATION_UNDONE_BY: &str = "compensated_by";
+
+/// How another operation belongs to this one.
+#[derive(Debug, Deserialize)]
+pub struct Link {
+    pub relation: String,
+    pub operation_id: String,
 }
 
 /// What is stored of the answer.
@@ -57,21 +77,15 @@ struct Stored {
     size: i64,
 }
 
-/// The history of an operation.
+/// One change.
 #[derive(Debug, Deserialize)]
-pub struct History<'a> {
-    #[serde(borrow)]
-    history: Vec<Event<'a>>,
-}
-
-#[derive(Debug, Deserialize)]
-struct Event<'a> {
-    at: String,
-    event: String,
-    state: String,
+pub struct Event<'a> {
+    pub at: String,
+    pub event: String,
+    pub state: String,
     actor: String,
     attempt: i64,
-    reason: Option<String>,
+    pub reason: Option<String>,
     #[serde(borrow)]
     evidence: Option<&'a RawValue>,
 }
@@ -83,15 +97,17 @@ impl Receipt<'_> {
         } else {
             self.state.clone()
         };
-        lines(&[
+        let mut pairs = vec![
             ("operation", self.operation_id.clone()),
             ("kind", self.kind.clone()),
             ("state", state),
             ("fingerprint", self.fingerprint.clone()),
             ("attempt", self.attempt.to_string()),
-            ("settled", self.settled_at.clone()),
+            ("settled", or_none(self.settled_at.as_deref())),
             ("result", self.result.get().to_owned()),
-        ])
+        ];
+        pairs.extend(self.resolution.clone().map(|reason| ("decided by a person", reason)));
+        lines(&pairs)
     }
 }
 
@@ -115,11 +131,12 @@ impl Operation<'_> {
                 stored.status, stored.size, stored.body_sha256
             )
         });
-        lines(&[
+        let mut pairs = vec![
             ("operation", self.operation_id.clone()),
             ("kind", self.kind.clone()),
             ("performed by", self.target.clone()),
             ("state", self.state.clone()),
+            ("version", self.version.to_string()),
             ("fingerprint", self.fingerprint.clone()),
             (
                 "counts",
@@ -137,7 +154,22 @@ impl Operation<'_> {
             ("settled", or_none(self.settled_at.as_deref())),
             ("receipt", or_none(receipt.as_deref())),
             ("expires", or_none(self.receipt_expires_at.as_deref())),
-        ])
+        ];
+        let linked = |link: &Link| {
+            let relation = link.relation.replace('_', " ");
+            ("linked", format!("{relation} {}", link.operation_id))
+        };
+        pairs.extend(self.links.iter().map(linked));
+        if self.is_unknown() {
+            let last = self.last().map(Event::in_words);
+            pairs.extend(last.map(|last| ("last", last)));
+            pairs.push(("recovery", self.recovery()));
+            let advice = self.advice().0.into_iter();
+            pairs.extend(advice.map(|step| ("to do", step)));
+        } else if let Some(due_at) = &self.due_at {
+            pairs.push(("next attempt", due_at.clone()));
+        }
+        lines(&pairs)
     }
 
     fn effects(&self) -> String {
@@ -173,24 +205,49 @@ pub fn operations(items: &[Box<RawValue>]) -> Result<String, Failure> {
     Ok(table.render())
 }
 
-/// What happened, a line each.
-pub fn history(history: &History<'_>) -> String {
-    let mut table = Table::with_header(&["AT", "EVENT", "STATE", "ATTEMPT", "ACTOR", "REASON", "EVIDENCE"]);
-    for event in &history.history {
+/// Longest evidence that is shown in a line, in characters; all of it is in the JSON.
+const SHOWN_EVIDENCE: usize = 200;
+
+/// What happened, a line each. Reason and evidence stand last, where their length moves no other column.
+pub fn history(history: &[Event<'_>]) -> String {
+    let mut table = Table::with_header(&["AT", "EVENT", "STATE", "ATTEMPT", "ACTOR", "REASON AND EVIDENCE"]);
+    for event in history {
         table.row([
             &event.at,
             &event.event,
             &event.state,
             &event.attempt.to_string(),
             &event.actor,
-            &or_none(event.reason.as_deref()),
-            &one_line(event.evidence),
+            &event.why(),
         ]);
     }
     table.render()
 }
 
-fn lines(pairs: &[(&str, String)]) -> String {
+impl Event<'_> {
+    /// What happened and why, without evidence.
+    pub fn in_words(&self) -> String {
+        match &self.reason {
+            Some(reason) => format!("{}: {reason}", self.event),
+            None => self.event.clone(),
+        }
+    }
+
+    fn why(&self) -> String {
+        let evidence = self.evidence.map(|evidence| shortened(evidence.get()));
+        let parts: Vec<&str> = self.reason.as_deref().into_iter().chain(evidence.as_deref()).collect();
+        or_none(Some(parts.join("  ").as_str()).filter(|text| !text.is_empty()))
+    }
+}
+
+fn shortened(evidence: &str) -> String {
+    match evidence.char_indices().nth(SHOWN_EVIDENCE) {
+        Some((end, _)) => format!("{}… ({} bytes, all with --json)", &evidence[..end], evidence.len()),
+        None => evidence.to_owned(),
+    }
+}
+
+pub fn lines(pairs: &[(&str, String)]) -> String {
     let mut table = Table::default();
     for (name, value) in pairs {
         table.row([name, value.as_str()]);
@@ -220,10 +277,24 @@ mod tests {
     }
 
     #[test]
+    fn long_evidence_is_cut_short_and_says_so() {
+        let body = format!(
+            r#"[{{"at":"t","event":"resolved","state":"succeeded","actor":"key:k","attempt":1,
+            "reason":"seen","evidence":{{"page":"{}"}}}}]"#,
+            "ü".repeat(5_000)
+        );
+        let text = history(&serde_json::from_str::<Vec<Event<'_>>>(&body).unwrap());
+        assert!(
+            text.chars().count() < 500 && text.contains("… (10011 bytes, all with --json)"),
+            "{text}"
+        );
+    }
+
+    #[test]
     fn history_shows_each_event_in_one_inert_line() {
-        let body = r#"{"history":[{"at":"t","event":"failed","state":"failed","actor":"key:k","attempt":1,
-            "reason":"no\nmoney\u001b[2J","evidence":{"sqlstate":"OL001"}}],"more":1}"#;
-        let text = history(&serde_json::from_str(body).unwrap());
+        let body = r#"[{"at":"t","event":"failed","state":"failed","actor":"key:k","attempt":1,
+            "reason":"no\nmoney\u001b[2J","evidence":{"sqlstate":"OL001"},"more":1}]"#;
+        let text = history(&serde_json::from_str::<Vec<Event<'_>>>(body).unwrap());
         assert_eq!(text.lines().count(), 2);
         assert!(
             text.contains(r"no\u{a}money\u{1b}[2J") && text.contains(r#"{"sqlstate":"OL001"}"#),

@@ -7,7 +7,8 @@ use http::{HeaderValue, Method};
 use serde::Serialize;
 use serde_json::value::RawValue;
 
-use super::{PreferArgs, settled};
+use super::PreferArgs;
+use super::delivered::settled;
 use crate::cli::client::retry::RetryArgs;
 use crate::cli::client::{Client, Request, TimeArgs};
 use crate::cli::exit::{self, Exit, Failure};

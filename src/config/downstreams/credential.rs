@@ -1,5 +1,6 @@
 //! `credential`: by what a downstream knows us. The secret is in a variable or a file, never in the configuration.
 
+use std::error::Error as _;
 use std::fmt;
 use std::path::{Path, PathBuf};
 
@@ -145,19 +146,23 @@ impl Table {
 fn secret((variable, file): (&Option<String>, &Option<PathBuf>), folder: &Path) -> Result<Option<String>, Fault> {
     let (text, place) = match (variable, file) {
         (Some(name), _) => {
-            let text = config::variable(name).ok_or_else(|| format!("the variable {name} is not set"))?;
+            let text =
+                config::variable(name).ok_or_else(|| Fault::Secret(format!("the variable {name} is not set")))?;
             (text, format!("the variable {name}"))
         }
         (None, Some(file)) => {
             let path = folder.join(file);
-            let text = config::read(&path).map_err(Fault::Read)?;
+            let text = config::read(&path).map_err(|error| {
+                let cause = error.source().map(|cause| format!(": {cause}")).unwrap_or_default();
+                Fault::Secret(format!("{error}{cause}"))
+            })?;
             (text, path.display().to_string())
         }
         (None, None) => return Ok(None),
     };
     let text = text.trim_end_matches(['\r', '\n']).to_owned();
     if text.trim().is_empty() {
-        return Err(Fault::Value(format!("{place} is empty")));
+        return Err(Fault::Secret(format!("{place} is empty")));
     }
     Ok(Some(text))
 }

@@ -8,11 +8,13 @@
 pub mod bouncer;
 pub mod client;
 pub mod contract;
+pub mod downstream;
 pub mod handlers;
 pub mod notes;
 pub mod process;
 pub mod proxy;
 pub mod random;
+pub mod terminal;
 pub mod victim;
 pub mod wire;
 

@@ -37,11 +37,12 @@ pub fn command(arguments: &[&str], database_url: &str) -> Command {
 
 /// Runs a command to its end, on a thread of its own; a `serve` that serves after all is an error.
 pub async fn finished(arguments: &[&str], database_url: &str) -> Finished {
-    let child = command(arguments, database_url)
-        .stdout(Stdio::piped())
-        .stderr(Stdio::piped())
-        .spawn()
-        .unwrap();
+    ended(command(arguments, database_url)).await
+}
+
+/// Runs a command that a test has prepared to its end.
+pub async fn ended(mut command: Command) -> Finished {
+    let child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
     tokio::task::spawn_blocking(|| end(child)).await.unwrap()
 }
 
