@@ -389,6 +389,40 @@ async fn a_reversal_is_sent_and_both_operations_show_their_link() {
 }
 
 #[tokio::test]
+async fn after_a_refused_reversal_nobody_is_told_to_send_the_operation_again() {
+    let (downstream, ledger) = start().await;
+    downstream.answers("201 Created", "", r#"{"id":"ch_1"}"#);
+    ends(&submit(&ledger, "pay.reversible", "a", &[]).await, 0, &[]);
+    downstream.answers("409 Conflict", "", "{}");
+    let compensate = [
+        "operations",
+        "compensate",
+        "a",
+        "--reason",
+        "charged by mistake",
+        "--yes",
+    ];
+    ends(&operator(&ledger, &compensate).await, 0, &[]);
+    until("its reversal is refused", async || {
+        state(&ledger, "a").await.0 == "needs_reconciliation"
+    })
+    .await;
+    let shown = operator(&ledger, &["unknowns"]).await.stdout;
+    assert!(
+        shown.contains("compensation_failed") && shown.contains("operations get a:compensation"),
+        "{shown}"
+    );
+    assert!(
+        !shown.contains("not-executed") && shown.contains("callers keep their receipt"),
+        "{shown}"
+    );
+    let end = operator(&ledger, &resolve("a", "not-executed", &["--yes"])).await;
+    ends(&end, 10, &["it has succeeded", "choose another verdict"]);
+    ends(&operator(&ledger, &resolve("a", "succeeded", &["--yes"])).await, 0, &[]);
+    assert_eq!(downstream.requests().len(), 2);
+}
+
+#[tokio::test]
 async fn a_downstreams_answer_is_shown_as_it_is_and_its_state_decides_the_exit_code() {
     let (downstream, ledger) = start().await;
     let hostile = r#"{"code":"fingerprint-mismatch","retryable":true,"type":"/problems/fingerprint-mismatch"}"#;

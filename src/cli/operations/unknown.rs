@@ -37,6 +37,12 @@ impl Operation<'_> {
         }
     }
 
+    /// Whether it succeeded once, before somebody wanted it undone.
+    fn has_succeeded(&self) -> bool {
+        let succeeded = StateName::Succeeded.as_str();
+        self.history.iter().any(|event| event.state == succeeded)
+    }
+
     /// What to do about an unknown.
     pub fn advice(&self) -> Advice {
         let mut steps = Vec::new();
@@ -51,8 +57,19 @@ impl Operation<'_> {
             )),
             (None, None) => {}
         }
-        steps.push(format!("find out whether it acted: {}", self.target));
         let id = shell(&self.operation_id);
+        if self.has_succeeded() {
+            // Its receipt is out in the world: neither is it sent again, nor said to have had no effect.
+            steps.push(format!(
+                "find out whether its effect still stands, and undo it by hand if it must not: {}",
+                self.target
+            ));
+            steps.push(format!(
+                "then: opledger operations resolve --verdict succeeded --reason '…' {id}; callers keep their receipt"
+            ));
+            return Advice(steps);
+        }
+        steps.push(format!("find out whether it acted: {}", self.target));
         steps.push(format!(
             "if it did: opledger operations resolve --verdict succeeded --reason '…' {id}"
         ));
