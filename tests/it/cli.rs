@@ -14,6 +14,8 @@ use crate::support::{Ledger, Setup, until};
 fn config(downstream: &Downstream) -> String {
     format!(
         r#"
+        [recovery]
+        sweep = "300ms"
         [downstreams.pay]
         url = "http://{}"
         head_timeout = "200ms"
