@@ -13,6 +13,7 @@ mod operations;
 mod output;
 mod pages;
 mod purge;
+mod sandbox;
 mod serve;
 mod shop;
 mod unknowns;
@@ -44,6 +45,7 @@ Examples:
   opledger serve --config opledger.toml            serve it (as the role opledger)
   opledger operations get acme:order-1001:refund:rev-1
   opledger unknowns                                what a person has to settle
+  opledger sandbox                                 a small API that counts its effects and breaks on request
   opledger doctor                                  what is wrong with database, clock, settings, handlers, downstreams";
 
 #[derive(Debug, Subcommand)]
@@ -68,6 +70,8 @@ enum Command {
     Unknowns(unknowns::Args),
     /// Say what is wrong with database, clock, settings, handlers and downstreams
     Doctor(doctor::Args),
+    /// Serve a small API to try the proxy against, which counts its effects and breaks on request
+    Sandbox(sandbox::Args),
     /// Ask a running service whether it is healthy (exit code 0 or 1)
     Healthcheck(healthcheck::Args),
     /// Print completions for a shell
@@ -103,6 +107,7 @@ impl Command {
             Command::Operations(command) => operations::run(command).await,
             Command::Unknowns(args) => unknowns::run(args).await,
             Command::Doctor(args) => doctor::run(args).await,
+            Command::Sandbox(args) => sandbox::run(args).await,
             Command::Healthcheck(args) => healthcheck::run(args).await,
             Command::Completions(args) => completions::run(args, Cli::command()),
         }

@@ -489,6 +489,16 @@ fn duration<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Duration, D::E
         .map_err(serde::de::Error::custom)
 }
 
+/// A duration as flags spell it, the same way as the file.
+pub fn parse_duration(text: &str) -> Result<Duration, String> {
+    if text == "0s" {
+        return Ok(Duration::ZERO);
+    }
+    text.parse()
+        .map(|Span(duration)| duration)
+        .map_err(|error| format!("{error}"))
+}
+
 fn optional_duration<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<Duration>, D::Error> {
     duration(deserializer).map(Some)
 }

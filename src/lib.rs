@@ -11,4 +11,5 @@ pub mod http;
 pub mod ledger;
 pub mod outbound;
 pub mod postgres;
+pub mod sandbox;
 pub mod telemetry;

@@ -20,6 +20,7 @@ use crate::postgres::cluster::{Cluster, Options};
 use crate::postgres::migrate;
 use crate::postgres::pool::Pool;
 use crate::postgres::session::Limits;
+use crate::sandbox;
 
 const DATABASE: &str = "ledger";
 const SERVICE_ROLE: &str = "opledger";
@@ -43,6 +44,9 @@ pub struct Args {
     /// Address and port to listen on; port 0 takes a free one
     #[arg(long, default_value = "127.0.0.1:8080", value_name = "ADDRESS")]
     listen: SocketAddr,
+    /// Address of the sandbox, a small API to try the proxy against; port 0 takes a free one
+    #[arg(long, default_value = "127.0.0.1:0", value_name = "ADDRESS")]
+    sandbox_listen: SocketAddr,
     /// Accounts of the example business
     #[arg(long, default_value_t = 1_000, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=10_000_000))]
     accounts: u32,
@@ -62,6 +66,8 @@ struct Ready {
     keys: Keys,
     /// The owner's address, for looking at the tables with psql; the service itself runs under a role that owns nothing.
     database_url: String,
+    /// The sandbox: what the downstreams sandbox-key, -conditional, -lookup and -none lead to.
+    sandbox_url: String,
     pid: u32,
 }
 
@@ -80,16 +86,23 @@ pub async fn run(args: Args) -> anyhow::Result<ExitCode> {
     let mut interrupt = signal(SignalKind::interrupt()).context("cannot listen for SIGINT")?;
     tracing::info!(directory = %options.dir.display(), "starting a private PostgreSQL");
     let mut cluster = Cluster::start(&options)?;
+    let sandbox = sandbox::start(sandbox::Settings {
+        listen: args.sandbox_listen,
+        ..sandbox::Settings::default()
+    })
+    .await
+    .with_context(|| format!("cannot listen on {} for the sandbox", args.sandbox_listen))?;
     let started = tokio::select! {
-        started = begin(&args, &options.dir, &cluster) => Some(started?),
+        started = begin(&args, &options.dir, &cluster, sandbox.address) => Some(started?),
         _ = terminate.recv() => None,
         _ = interrupt.recv() => None,
     };
     if let Some((running, keys)) = started {
-        announce(&args, &running, keys, &cluster)?;
+        announce(&args, &running, keys, &cluster, sandbox.address)?;
         watch(&running, &mut cluster).await?;
         serve::stop(running).await;
     }
+    sandbox.stop().await;
     cluster.stop()?;
     if args.ephemeral {
         std::fs::remove_dir_all(&options.dir).with_context(|| format!("cannot remove {}", options.dir.display()))?;
@@ -97,7 +110,12 @@ pub async fn run(args: Args) -> anyhow::Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-async fn begin(args: &Args, directory: &Path, cluster: &Cluster) -> anyhow::Result<(Running, Keys)> {
+async fn begin(
+    args: &Args,
+    directory: &Path,
+    cluster: &Cluster,
+    sandbox: SocketAddr,
+) -> anyhow::Result<(Running, Keys)> {
     create_database(cluster).await?;
     let owner = open(cluster.url(DATABASE)).await?;
     migrate::run(&owner, Some(SERVICE_ROLE)).await?;
@@ -115,7 +133,9 @@ async fn begin(args: &Args, directory: &Path, cluster: &Cluster) -> anyhow::Resu
     owner.close().await;
     let config_path = match &args.config {
         Some(path) => path.clone(),
-        None => shop::write_config(&directory.join("shop")).context("cannot write the example's configuration")?,
+        None => {
+            shop::write_config(&directory.join("shop"), sandbox).context("cannot write the example's configuration")?
+        }
     };
     let start = app::Start {
         config: config::load(&config_path)?,
@@ -224,12 +244,13 @@ fn write_privately(path: &Path, bytes: &[u8]) -> std::io::Result<()> {
     std::fs::rename(unfinished, path)
 }
 
-fn announce(args: &Args, running: &Running, keys: Keys, cluster: &Cluster) -> anyhow::Result<()> {
+fn announce(args: &Args, running: &Running, keys: Keys, cluster: &Cluster, sandbox: SocketAddr) -> anyhow::Result<()> {
     let ready = Ready {
         url: format!("http://{}", running.address),
         tenant: TENANT,
         keys,
         database_url: cluster.url(DATABASE),
+        sandbox_url: format!("http://{sandbox}"),
         pid: std::process::id(),
     };
     if args.json {
@@ -266,6 +287,14 @@ See what happened: deliveries, attempts, effects, history.
 
   curl -sS {url}/v1/operations/demo:order-1001:refund:rev-1 -H 'Authorization: Bearer {agent}'
 
+Send a request through the proxy to an API that acts and then hangs up, so that nobody can know:
+
+  curl -sS {url}/v1/proxy/sandbox-none/charges -H 'Authorization: Bearer {agent}' -H 'Content-Type: application/json' \
+    -H 'Idempotency-Key: demo:order-1001:charge:rev-1' -H 'Sandbox-Fault: drop-after' -d '{{"amount":500,"ref":"order-1001"}}'
+
+It is unknown, and is not sent again. Through sandbox-key, which remembers keys, the same settles by itself.
+The sandbox ({sandbox}) counts for itself: curl '{sandbox}/_effects?ref=order-1001'
+
 Keys:
 {keys}
 Tables: psql '{database}'
@@ -273,6 +302,7 @@ Stop with Ctrl-C; the data stays.
 "#,
         tenant = ready.tenant,
         database = ready.database_url,
+        sandbox = ready.sandbox_url,
     )
 }
 

@@ -1,6 +1,7 @@
 //! The example business, carried in the program: its SQL, its configuration, its schemas.
 
 use std::io;
+use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 
 use crate::postgres::error::{Error, doing};
@@ -20,12 +21,15 @@ const SQL: &[(&str, &str)] = &[
     shop!("grants.sql"),
 ];
 
+const CONFIG: (&str, &str) = shop!("opledger.toml");
+const SANDBOX: (&str, &str) = shop!("sandbox.toml");
+
 const FILES: &[(&str, &str)] = &[
-    shop!("opledger.toml"),
     shop!("schemas/account.deposit.json"),
     shop!("schemas/account.transfer.json"),
     shop!("schemas/order.refund.json"),
     shop!("schemas/ticket.update.json"),
+    shop!("schemas/charge.create.json"),
 ];
 
 /// Makes or renews the schema `shop`, and gives the tenant its accounts, orders and tickets if they are not there.
@@ -46,11 +50,15 @@ pub async fn load(session: &mut Session, tenant: &str, accounts: u32) -> Result<
     Ok(())
 }
 
-/// Writes configuration and schemas below a directory; returns the configuration's path.
-pub fn write_config(directory: &Path) -> io::Result<PathBuf> {
+/// Writes configuration and schemas below a directory, with the sandbox at this address among the downstreams; returns the
+/// configuration's path.
+pub fn write_config(directory: &Path, sandbox: SocketAddr) -> io::Result<PathBuf> {
     std::fs::create_dir_all(directory.join("schemas"))?;
     for (name, text) in FILES {
         std::fs::write(directory.join(name), text)?;
     }
-    Ok(directory.join("opledger.toml"))
+    let downstreams = SANDBOX.1.replace("SANDBOX", &sandbox.to_string());
+    let path = directory.join(CONFIG.0);
+    std::fs::write(&path, format!("{}{downstreams}", CONFIG.1))?;
+    Ok(path)
 }

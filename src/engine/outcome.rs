@@ -149,6 +149,21 @@ impl Outcome {
         }
     }
 
+    /// The same, as it is told to the delivery that began the operation.
+    pub fn as_first(mut self) -> Self {
+        match &mut self {
+            Self::Settled { replayed, .. } => *replayed = false,
+            Self::Accepted { repeated, .. } => *repeated = false,
+            Self::InProgress { .. }
+            | Self::Unknown { .. }
+            | Self::Mismatch { .. }
+            | Self::Expired { .. }
+            | Self::NotStored { .. }
+            | Self::HandlerBroken { .. } => {}
+        }
+        self
+    }
+
     /// Counts what is left of the receipt's time from the moment at which the database was asked, not from its answer:
     /// a handler, a commit or a slow network in between must not prolong it.
     pub fn since(mut self, asked: Instant) -> Self {

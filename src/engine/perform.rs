@@ -54,7 +54,10 @@ const LIMITS: Limits = Limits {
 
 /// What a delivery gets.
 pub enum Delivered {
-    Outcome(Outcome),
+    /// What this delivery's own attempt came to.
+    First(Outcome),
+    /// What became of an operation that was known before.
+    Known(Outcome),
     /// The answer as it comes.
     Passing(Passing),
 }
@@ -165,13 +168,13 @@ impl Perform {
     ) -> Result<Delivered, Refusal> {
         let (tenant, id, fingerprint) = (forward.tenant.clone(), forward.id.clone(), forward.fingerprint);
         if let Some(replay) = self.replays.find(&tenant, &id, &fingerprint) {
-            return Ok(Delivered::Outcome(replay));
+            return Ok(Delivered::Known(replay));
         }
         // A known id needs no connection, and must be answered even if the downstream is gone.
         if !self.outbound.has_idle(&downstream)
             && let Some(operation) = Box::pin(self.operation(&tenant, &id)).await?
         {
-            return Ok(Delivered::Outcome(Outcome::of(&operation, &fingerprint)));
+            return Ok(Delivered::Known(Outcome::of(&operation, &fingerprint)));
         }
         let ready = match self.outbound.connect(&downstream).await {
             Ok(ready) => ready,
@@ -264,7 +267,7 @@ impl Perform {
 
     async fn unreachable(&self, forward: &Forward, not_sent: NotSent) -> Result<Delivered, Refusal> {
         if let Some(operation) = self.operation(&forward.tenant, &forward.id).await? {
-            return Ok(Delivered::Outcome(Outcome::of(&operation, &forward.fingerprint)));
+            return Ok(Delivered::Known(Outcome::of(&operation, &forward.fingerprint)));
         }
         Err(not_reached(&forward.downstream, not_sent))
     }
@@ -288,12 +291,12 @@ impl Perform {
             Ok(Claim::Lost(operation)) => {
                 ready.give_back();
                 let outcome = Outcome::of(&operation, &forward.fingerprint);
-                return drop(reply.send(Ok(Delivered::Outcome(outcome))));
+                return drop(reply.send(Ok(Delivered::Known(outcome))));
             }
             Ok(Claim::Contended) => {
                 ready.give_back();
                 let operation = Known::forwarded(&forward, None);
-                return drop(reply.send(Ok(Delivered::Outcome(Outcome::InProgress { operation }))));
+                return drop(reply.send(Ok(Delivered::Known(Outcome::InProgress { operation }))));
             }
             Err(unwritten) => {
                 drop(reply.send(Err(refused(&unwritten))));
@@ -321,7 +324,7 @@ impl Perform {
                 operation,
                 repeated: false,
             };
-            drop(reply.send(Ok(Delivered::Outcome(accepted))));
+            drop(reply.send(Ok(Delivered::First(accepted))));
             Box::pin(attempt.run(ready, None)).await;
         } else {
             Box::pin(attempt.run(ready, Some(reply))).await;

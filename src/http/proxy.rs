@@ -101,14 +101,19 @@ pub async fn settle(
         .perform
         .deliver(forward, downstream, route, preference.respond_async)
         .await;
-    let outcome = match delivered {
+    let (outcome, first) = match delivered {
         Ok(Delivered::Passing(passing)) => return Ok(pass_on(passing)),
-        Ok(Delivered::Outcome(outcome)) => {
+        Ok(Delivered::First(outcome)) => (Ok(outcome), true),
+        Ok(Delivered::Known(outcome)) => {
             app.intake.count(&tenant, &outcome);
-            let patience = preference
-                .wait
-                .or_else(|| patience(&outcome, recovers, preference.respond_async));
-            match patience {
+            (Ok(outcome), false)
+        }
+        Err(refusal) => (Err(refusal), true),
+    };
+    let outcome = match outcome {
+        Ok(outcome) => {
+            let usual = || patience(&outcome, recovers, preference.respond_async);
+            match preference.wait.or_else(usual) {
                 Some(patience) => {
                     app.perform
                         .settled_within(&tenant, &id, &fingerprint, outcome, patience)
@@ -119,6 +124,8 @@ pub async fn settle(
         }
         Err(refusal) => Err(refusal),
     };
+    // The delivery that began it gets the first answer, not a replay of one.
+    let outcome = outcome.map(|outcome| if first { outcome.as_first() } else { outcome });
     app.metrics.delivered(outcome.as_ref());
     super::operations::link(&outcome);
     super::operations::log_mismatch(&outcome);

@@ -517,7 +517,7 @@ impl ToCaller {
 
     fn end(mut self, outcome: Outcome) {
         if let Some(reply) = self.reply.take() {
-            drop(reply.send(Ok(Delivered::Outcome(outcome))));
+            drop(reply.send(Ok(Delivered::First(outcome))));
         }
         if let Some(pieces) = self.pieces.take() {
             // Nobody waits for a reader that does not read.
