@@ -415,7 +415,7 @@ mod tests {
             "\"sk_live\"",
             "{ bearer = \"sk_live\" }",
             "{ basic = \"sk_live\" }",
-            "{ token = \"sk_live\" }",
+            "{ api_key = \"sk_live\" }",
         ] {
             let problem = settings(&format!("url = \"https://x\"\ncredential = {literal}")).unwrap_err();
             assert!(

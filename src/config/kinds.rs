@@ -134,3 +134,70 @@ fn compile(path: &Path) -> Result<jsonschema::Validator, Fault> {
         .build(&schema)
         .map_err(|error| Fault::Value(format!("{} is not a JSON Schema: {error}", path.display())))
 }
+
+#[cfg(test)]
+mod tests {
+    use crate::config;
+    use crate::outbound::downstream::CallBody;
+
+    const DOWNSTREAM: &str = "[downstreams.payments]\nurl = \"https://api.example.com\"\n[kinds.charge]\n";
+
+    fn load(kind: &str) -> Result<config::Config, String> {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("opledger.toml");
+        std::fs::write(&path, format!("{DOWNSTREAM}{kind}")).unwrap();
+        config::load(&path).map_err(|error| error.to_string())
+    }
+
+    #[test]
+    fn a_kind_is_performed_by_a_function_or_by_a_downstream() {
+        let config = load("handler = \"shop.charge\"").unwrap();
+        assert!(config.kinds.get("charge").is_some() && config.downstream_kinds.get("charge").is_none());
+        let config = load(
+            "downstream = \"payments\"\nrequest = { method = \"POST\", path = \"/charges/{/id}\", body = \"\" }\nretention = \"2d\"",
+        )
+        .unwrap();
+        assert!(config.kinds.get("charge").is_none());
+        let kind = config.downstream_kinds.get("charge").unwrap();
+        assert_eq!(kind.downstream.name, config.downstreams.get("payments").unwrap().name);
+        assert!(matches!(&kind.call.body, CallBody::Part(pointer) if pointer.is_whole()));
+        assert_eq!(kind.retention.as_secs(), 2 * 86_400);
+    }
+
+    #[test]
+    fn what_does_not_fit_a_kind_is_refused() {
+        let request = "request = { method = \"POST\", path = \"/charges\" }";
+        let cases = [
+            (String::new(), "name what performs it"),
+            ("downstream = \"payments\"".to_owned(), "downstream needs request"),
+            (
+                format!("downstream = \"other\"\n{request}"),
+                "there is no downstreams.other",
+            ),
+            (format!("handler = \"a.b\"\n{request}"), "request goes with downstream"),
+            (
+                "handler = \"a.b\"\ndownstream = \"payments\"".to_owned(),
+                "two ways to perform it",
+            ),
+            (
+                format!("downstream = \"payments\"\n{request}\ntimeout = \"5s\""),
+                "timeout is for handlers",
+            ),
+            (
+                format!("downstream = \"payments\"\n{request}\ngroup_commit = true"),
+                "group_commit is for handlers",
+            ),
+            (
+                "downstream = \"payments\"\nrequest = { method = \"POST\", path = \"/a/{b}\" }".to_owned(),
+                "request: path: {b} is no place",
+            ),
+        ];
+        for (kind, because) in cases {
+            let problem = load(&kind).unwrap_err();
+            assert!(
+                problem.contains(because) && problem.contains("kinds.\"charge\""),
+                "{kind}: {problem}"
+            );
+        }
+    }
+}

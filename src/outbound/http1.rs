@@ -40,6 +40,7 @@ pub struct Http1 {
     /// It has ended and must not be polled again.
     ended: bool,
     meter: Arc<Meter>,
+    secured: bool,
     /// It has carried an answer before.
     pub used: bool,
     /// How long it may be kept after the answer that it carries now; `None`: not at all.
@@ -48,6 +49,7 @@ pub struct Http1 {
 
 impl Http1 {
     pub async fn new(stream: Stream, meter: Arc<Meter>) -> hyper::Result<Self> {
+        let secured = matches!(stream, Stream::Tls(_));
         let (sender, connection) = Builder::new()
             .max_buf_size(BUFFER)
             // The buffer alone would let a head pass that arrives in few large pieces.
@@ -60,6 +62,7 @@ impl Http1 {
             connection,
             ended: false,
             meter,
+            secured,
             used: false,
             keep: Some(IDLE),
         })
@@ -72,8 +75,9 @@ impl Http1 {
         }
         match self.meter.waiting() {
             Waiting::Nothing => true,
-            // TLS hands out its tickets right after the handshake. Later, whatever comes unasked is the end of it.
-            Waiting::Bytes => !self.used,
+            // TLS hands out its tickets right after the handshake. Whatever else comes unasked would be read as an answer,
+            // or is the end.
+            Waiting::Bytes => self.secured && !self.used,
             Waiting::End => false,
         }
     }

@@ -1,5 +1,6 @@
 //! `credential`: by what a downstream knows us. The secret is in a variable or a file, never in the configuration.
 
+use std::collections::BTreeMap;
 use std::error::Error as _;
 use std::fmt;
 use std::path::{Path, PathBuf};
@@ -28,7 +29,6 @@ pub enum CredentialSettings {
 }
 
 #[derive(Debug, Clone, Deserialize)]
-#[serde(deny_unknown_fields)]
 pub struct Table {
     bearer_env: Option<String>,
     bearer_file: Option<PathBuf>,
@@ -37,22 +37,9 @@ pub struct Table {
     header: Option<String>,
     header_env: Option<String>,
     header_file: Option<PathBuf>,
-    // Read only to be refused without repeating them.
-    bearer: Option<Literal>,
-    basic: Option<Literal>,
-    header_value: Option<Literal>,
-    value: Option<Literal>,
-    token: Option<Literal>,
-    password: Option<Literal>,
-}
-
-#[derive(Debug, Clone)]
-struct Literal;
-
-impl<'de> Deserialize<'de> for Literal {
-    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        IgnoredAny::deserialize(deserializer).map(|_| Self)
-    }
+    /// Read only to be refused without being repeated: likely the secret itself.
+    #[serde(flatten)]
+    others: BTreeMap<String, IgnoredAny>,
 }
 
 impl<'de> Deserialize<'de> for CredentialSettings {
@@ -85,16 +72,8 @@ impl CredentialSettings {
         let Self::Table(table) = self else {
             return Err(Fault::Value(WHERE.to_owned()));
         };
-        let literal = [
-            &table.bearer,
-            &table.basic,
-            &table.header_value,
-            &table.value,
-            &table.token,
-            &table.password,
-        ];
-        if literal.iter().any(|literal| literal.is_some()) {
-            return Err(Fault::Value(WHERE.to_owned()));
+        if let Some(name) = table.others.keys().next() {
+            return Err(Fault::Value(format!("{name} is no way to name it; {WHERE}")));
         }
         table.line(folder)
     }
