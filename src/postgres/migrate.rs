@@ -131,7 +131,7 @@ fn grants(role: &str) -> String {
         "grant usage on schema ledger to \"{role}\";
          grant select, insert, update, delete on all tables in schema ledger to \"{role}\";
          revoke insert, update, delete on ledger.migrations from \"{role}\";
-         revoke update on ledger.receipts, ledger.history from \"{role}\";
+         revoke update on ledger.receipts, ledger.history, ledger.requests, ledger.links from \"{role}\";
          grant execute on all functions in schema ledger to \"{role}\";"
     )
 }

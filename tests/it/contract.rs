@@ -10,7 +10,8 @@ use serde_json::Value;
 
 use crate::support::client::Answer;
 use crate::support::contract::contract;
-use crate::support::{Ledger, Setup};
+use crate::support::downstream::Downstream;
+use crate::support::{Ledger, Setup, until};
 
 /// Every route of the sources, as the calls of `.route("…", …)` name them.
 fn routes_of_the_sources() -> BTreeSet<String> {
@@ -240,3 +241,195 @@ async fn the_service_describes_and_watches_itself_without_a_credential() {
     let metrics = anyone.get("/metrics").await.succeeded();
     assert!(String::from_utf8_lossy(&metrics.body).ends_with("# EOF\n"));
 }
+
+/// Sends everything that can be answered about a downstream, each once; the client holds every answer to the description.
+#[tokio::test]
+async fn whatever_comes_of_a_downstream_is_answered_as_it_is_described() {
+    let peer = Downstream::start().await;
+    let ledger = Ledger::with(Setup {
+        config: format!(
+            "{PEER}\n[downstreams.peer]\nurl = \"http://{}/base\"\n{ROUTES}",
+            peer.address
+        ),
+        ..Setup::default()
+    })
+    .await;
+    let (agent, operator) = (ledger.agent(), ledger.client("operator"));
+    let json = ("content-type", "application/json");
+    let charge = async |key: &str, body: &str| {
+        let lines = [("idempotency-key", key), json];
+        agent.send("POST", "/v1/proxy/peer/charges", &lines, body).await
+    };
+    let decide =
+        async |id: &str, verb: &str, body: &str| operator.post(&format!("/v1/operations/{id}/{verb}"), body).await;
+    let receipt = async |id: &str| agent.get(&format!("/v1/operations/{id}/receipt")).await;
+
+    // Refused before anything is sent.
+    agent
+        .send("POST", "/v1/proxy/peer/charges", &[json], "{}")
+        .await
+        .is(400, "key-missing");
+    agent.get("/v1/proxy/peer/a//b").await.is(400, "request-invalid");
+    agent.get("/v1/proxy/stranger/a").await.is(404, "not-found");
+    agent.get("/v1/proxy/nobody/a").await.is(502, "downstream-unreachable");
+    assert_eq!(peer.connections(), 0);
+
+    // Answered, replayed, and refused under another request.
+    let lines =
+        "location: /charges/1\r\nx-total: 3\r\nx-other: 4\r\nset-cookie: a=b\r\ncontent-type: application/json\r\n";
+    peer.answers("201 Created", lines, r#"{"id":"ch_1"}"#);
+    let first = charge("paid", r#"{"amount":1}"#).await;
+    assert_eq!(
+        (first.status, first.header("x-total"), first.header("x-other")),
+        (201, "3", "")
+    );
+    assert_eq!(first.header("operation-state"), "succeeded");
+    let again = charge("paid", r#"{ "amount": 1.0 }"#).await;
+    assert!(again.is_replay());
+    assert_eq!((again.status, &again.body), (201, &first.body));
+    charge("paid", r#"{"amount":2}"#).await.is(422, "fingerprint-mismatch");
+    assert_eq!(receipt("paid").await.body, first.body);
+    assert_eq!(agent.operation("paid").await["external_reference"], "ch_1");
+    peer.answers("402 Payment Required", "content-type: text/plain\r\n", "no money");
+    let refused = charge("refused", "{}").await;
+    assert_eq!((refused.status, refused.header("operation-state")), (402, "failed"));
+
+    // Safe requests keep what an answer has, and are nobody's operation.
+    peer.answers(
+        "200 OK",
+        "x-other: 4\r\nset-cookie: a=b\r\ncontent-type: text/plain\r\n",
+        "hello",
+    );
+    let passed = agent.get("/v1/proxy/peer/charges/1?x=y").await.succeeded();
+    assert_eq!((passed.header("x-other"), passed.header("operation-id")), ("4", ""));
+    peer.answers("200 OK", "", "hello");
+    let head = agent.send("HEAD", "/v1/proxy/peer", &[], "").await.succeeded();
+    assert_eq!(head.header("content-length"), "5");
+    agent.get("/v1/proxy/peer/").await.is(502, "downstream-failed");
+
+    // Too large to store.
+    peer.answers("200 OK", "content-type: text/plain\r\n", &"x".repeat(100));
+    assert_eq!(charge("large", "{}").await.body.len(), 100);
+    let left = charge("large", "{}").await.is(410, "response-not-stored");
+    assert_eq!(left.json()["response"]["size"], 100);
+    receipt("large").await.is(410, "response-not-stored");
+
+    // Unknown, and what people make of it.
+    for id in ["found", "believed", "absent"] {
+        charge(id, "{}").await.is(409, "outcome-unknown");
+        receipt(id).await.is(409, "outcome-unknown");
+    }
+    let early = r#"{"verdict":"not-executed","version":2,"reason":"nothing there"}"#;
+    let early = decide("absent", "resolve", early).await.is(409, "resolution-too-early");
+    assert!(!early.header("retry-after").is_empty());
+    let stale = r#"{"verdict":"failed","version":1,"reason":"nothing there"}"#;
+    decide("absent", "resolve", stale).await.is(409, "state-conflict");
+    decide("absent", "resolve", "{}").await.is(400, "request-invalid");
+    let failed = r#"{"verdict":"failed","version":2,"reason":"nothing there","evidence":{"seen":[]}}"#;
+    decide("absent", "resolve", failed).await.succeeded();
+    charge("absent", "{}").await.is(422, "operation-failed");
+    receipt("absent").await.is(422, "operation-failed");
+    let found = r#"{"verdict":"succeeded","version":2,"reason":"it is there","external_reference":"ch_9",
+                    "answer":{"status":201,"headers":[["x-total","1"]],"body":{"id":"ch_9"}}}"#;
+    let resolved = decide("found", "resolve", found).await.succeeded().json();
+    assert_eq!(
+        (&resolved["state"], &resolved["external_reference"]),
+        (&"succeeded".into(), &"ch_9".into())
+    );
+    assert_eq!(charge("found", "{}").await.body, r#"{"id":"ch_9"}"#);
+    assert_eq!(receipt("found").await.status, 201);
+    let believed = r#"{"verdict":"succeeded","version":2,"reason":"they say so"}"#;
+    decide("believed", "resolve", believed).await.succeeded();
+    assert_eq!(charge("believed", "{}").await.json()["resolution"], "they say so");
+    assert_eq!(receipt("believed").await.json()["result"], Value::Null);
+
+    // Undone.
+    let undo = r#"{"version":2,"reason":"cancelled"}"#;
+    decide("refused", "compensate", undo).await.is(409, "state-conflict");
+    peer.answers("204 No Content", "", "");
+    let undone = decide("paid", "compensate", undo).await.succeeded().json();
+    assert_eq!(undone["links"][0]["operation_id"], "paid:compensation");
+    until("it is undone", async || {
+        agent.operation("paid").await["state"] == "compensated"
+    })
+    .await;
+    assert_eq!(receipt("paid").await.body, first.body);
+    let listed = agent.get("/v1/operations?state=compensated").await.succeeded().json();
+    assert_eq!(listed["operations"][0]["links"], undone["links"]);
+
+    // What has succeeded, and could not be undone, has succeeded.
+    peer.answers("201 Created", "content-type: application/json\r\n", r#"{"id":"ch_2"}"#);
+    let stands = charge("stands", "{}").await;
+    peer.answers("402 Payment Required", "", "too late");
+    decide("stands", "compensate", undo).await.succeeded();
+    until("the reversal is refused", async || {
+        agent.operation("stands").await["state"] == "needs_reconciliation"
+    })
+    .await;
+    let sent = peer.requests().len();
+    let version = agent.operation("stands").await["version"].clone();
+    let verdict = |verdict: &str| format!(r#"{{"verdict":"{verdict}","version":{version},"reason":"they refused"}}"#);
+    for wrong in ["not-executed", "failed"] {
+        decide("stands", "resolve", &verdict(wrong))
+            .await
+            .is(409, "state-conflict");
+    }
+    decide("stands", "resolve", &verdict("succeeded")).await.succeeded();
+    assert_eq!(charge("stands", "{}").await.body, stands.body);
+    assert_eq!(peer.requests().len(), sent);
+
+    // Kinds that it performs.
+    let submit = async |id: &str, lines: &[(&str, &str)]| {
+        agent
+            .submit_with(id, "order.charge", r#"{"charge":{"amount":1}}"#, lines)
+            .await
+    };
+    peer.answers("201 Created", "content-type: text/plain\r\n", "charged");
+    assert_eq!(submit("kind", &[]).await.body, "charged");
+    assert!(submit("kind", &[]).await.is_replay());
+    assert_eq!(receipt("kind").await.body, "charged");
+    let unfit = agent.submit("unfit", "order.charge", r#"{"amount":1}"#).await;
+    assert_eq!(unfit.is(400, "payload-invalid").json()["pointer"], "/payload");
+    let plan = r#"{"operation_id":"plan","kind":"order.charge","payload":{"charge":1},"mode":"plan"}"#;
+    let planned = agent.post("/v1/operations", plan).await.is(400, "payload-invalid");
+    assert_eq!(planned.json()["pointer"], "/mode");
+    peer.answers("200 OK", "", "");
+    assert_eq!(submit("later", &[("prefer", "respond-async")]).await.status, 202);
+    until("it is settled", async || {
+        agent.operation("later").await["state"] == "succeeded"
+    })
+    .await;
+    agent
+        .submit("away", "order.away", "{}")
+        .await
+        .is(502, "downstream-unreachable");
+    submit("silent", &[]).await.is(409, "outcome-unknown");
+}
+
+const PEER: &str = r#"
+[recovery]
+sweep = "200ms"
+
+[downstreams.nobody]
+url = "http://127.0.0.1:1"
+
+[kinds."order.charge"]
+downstream = "peer"
+request = { method = "POST", path = "/charges", body = "/charge" }
+
+[kinds."order.away"]
+downstream = "nobody"
+request = { method = "POST", path = "/charges" }
+"#;
+
+const ROUTES: &str = r#"
+max_stored_body = 64
+replayed_headers = ["X-Total"]
+
+[[downstreams.peer.routes]]
+method = "POST"
+path = "/charges"
+reference = "/id"
+max_in_flight = "10m"
+compensation = { method = "POST", path = "/charges/{/id}/undo" }
+"#;

@@ -293,7 +293,10 @@ async fn only_finished_operations_are_purged() {
          insert into ledger.receipts select tenant_id, operation_id, 200, '[]', '', sha256(''), \
              coalesce(receipt_expires_at, now() - interval '9 years') from ledger.operations where operation_id <> 'model'; \
          insert into ledger.history select tenant_id, operation_id, 1, now(), 'made', state, 'test', attempt \
-             from ledger.operations where operation_id <> 'model'",
+             from ledger.operations where operation_id <> 'model'; \
+         insert into ledger.requests select tenant_id, operation_id, 'POST', '/', '[]', '', 'key', created_at \
+             from ledger.operations; \
+         insert into ledger.links select tenant_id, operation_id, 'compensates', operation_id from ledger.operations",
     )
     .await;
     assert_eq!(
@@ -320,9 +323,16 @@ async fn only_finished_operations_are_purged() {
         "waiting_approval",
     ];
     assert_eq!(left, expected);
-    let orphans = "select (select count(*) from ledger.receipts r where not exists (select from ledger.operations o where o.operation_id = r.operation_id)) \
-                        + (select count(*) from ledger.history h where not exists (select from ledger.operations o where o.operation_id = h.operation_id))";
-    assert_eq!(ledger.count(orphans).await, 0);
+    // One row of each table for each of the seven, and none for anybody else.
+    for table in ["receipts", "history", "requests", "links"] {
+        let kept: Vec<String> = sqlx::query_scalar(sqlx::AssertSqlSafe(format!(
+            "select operation_id from ledger.{table} order by operation_id"
+        )))
+        .fetch_all(&ledger.sql)
+        .await
+        .unwrap();
+        assert_eq!(kept, expected, "{table}");
+    }
 }
 
 /// Three expired operations with every kind of row.
@@ -338,10 +348,17 @@ async fn with_three_expired() -> Ledger {
     })
     .await;
     expired(&ledger, "c").await;
+    run(
+        &ledger.sql,
+        "insert into ledger.requests select tenant_id, operation_id, 'POST', '/', '[]', '', 'key', created_at \
+         from ledger.operations",
+    )
+    .await;
     ledger
 }
 
 async fn assert_whole(ledger: &Ledger) {
+    assert_eq!(ledger.count("select count(*) from ledger.requests").await, 3);
     for id in ["a", "b", "c"] {
         assert_eq!(rows_of(ledger, id).await, (1, 1, 1, 1), "{id} is whole");
         ledger
@@ -353,6 +370,7 @@ async fn assert_whole(ledger: &Ledger) {
 }
 
 async fn assert_gone(ledger: &Ledger) {
+    assert_eq!(ledger.count("select count(*) from ledger.requests").await, 0);
     for id in ["a", "b", "c"] {
         let (kept, receipts, history, _) = rows_of(ledger, id).await;
         assert_eq!((kept, receipts, history), (0, 0, 0), "{id} is gone");
@@ -373,7 +391,7 @@ async fn a_purge_whose_later_table_fails_removes_nothing() {
         "create function it.refuse() returns trigger language plpgsql as $$ begin raise exception 'not this row'; end $$",
     )
     .await;
-    for table in ["receipts", "history", "operations"] {
+    for table in ["receipts", "history", "requests", "operations"] {
         let event = if table == "operations" { "update" } else { "delete" };
         run(
             &ledger.sql,

@@ -2,7 +2,7 @@
 
 use sqlx::PgPool;
 
-use crate::support::{Database, Ledger};
+use crate::support::{Database, Ledger, run};
 
 /// What a query finds, one text a row.
 async fn found(sql: &PgPool, query: &'static str) -> Vec<String> {
@@ -130,7 +130,7 @@ async fn nobody_but_the_owner_and_the_service_may_do_anything() {
 }
 
 /// Each is applied to a stored operation, in a transaction of its own that is rolled back.
-const IMPOSSIBLE: [(&str, &str); 22] = [
+const IMPOSSIBLE: [(&str, &str); 27] = [
     ("an unknown state", "update ledger.operations set state = 'done'"),
     (
         "success without a time",
@@ -201,6 +201,26 @@ const IMPOSSIBLE: [(&str, &str); 22] = [
         "a receipt with headers of another form",
         "update ledger.receipts set headers = '{}'",
     ),
+    (
+        "an answer too large to store that is stored",
+        "update ledger.receipts set omitted_bytes = octet_length(body)",
+    ),
+    (
+        "an answer too large to store that had no bytes",
+        "update ledger.receipts set omitted_bytes = 0, body = ''",
+    ),
+    (
+        "an unknown operation with a settled time",
+        "update ledger.operations set state = 'needs_reconciliation'",
+    ),
+    (
+        "a request with headers of another form",
+        "insert into ledger.requests values ('demo', 'd-1', 'POST', '/', '{}', '', 'key', clock_timestamp())",
+    ),
+    (
+        "a link of an unknown kind",
+        "insert into ledger.links values ('demo', 'd-1', 'resembles', 'd-2')",
+    ),
     ("a history that begins at zero", "update ledger.history set version = 0"),
     ("a key with an unknown role", "update ledger.api_keys set role = 'root'"),
 ];
@@ -224,7 +244,10 @@ async fn impossible_rows_cannot_be_stored() {
 async fn a_second_operation_under_one_id_cannot_be_stored() {
     let ledger = Ledger::start().await;
     ledger.agent().deposit("d-1", "acct-1", 1).await.succeeded();
-    for table in ["operations", "receipts", "history"] {
+    let more = "insert into ledger.requests values ('demo', 'd-1', 'POST', '/', '[]', '', 'key', clock_timestamp()); \
+                insert into ledger.links values ('demo', 'd-1', 'compensates', 'd-2')";
+    run(&ledger.sql, more).await;
+    for table in ["operations", "receipts", "history", "requests", "links"] {
         let again = format!("insert into ledger.{table} select * from ledger.{table}");
         let refused = sqlx::query(sqlx::AssertSqlSafe(again))
             .execute(&ledger.sql)

@@ -46,9 +46,10 @@ pub enum Next {
     ReadBack,
 }
 
-/// Answers to a repeated send that are not the first one's: it may be running still, or was never asked for. A key's 500
-/// is replayed as any other answer (Stripe, "Idempotent requests").
-const PROVES_NOTHING: [u16; 6] = [409, 425, 429, 502, 503, 504];
+/// Answers to a repeated send that are not the first one's: it may be running still, or was never asked for. Whether we are
+/// let in (401, 403, 407) is decided before anybody looks for the key, and may have changed since. A key's 500 is replayed as
+/// any other answer (Stripe, "Idempotent requests").
+const PROVES_NOTHING: [u16; 11] = [401, 403, 407, 408, 409, 421, 425, 429, 502, 503, 504];
 
 /// The rule. `jitter` is a random number in 0..1.
 pub fn next(route: &Route, learnt: Learnt, standing: Standing, jitter: f64) -> Next {

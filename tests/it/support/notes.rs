@@ -223,6 +223,23 @@ pub async fn audit(sql: &PgPool, sent: &[Sent]) {
                 (select from ledger.operations o where r.tenant_id = o.tenant_id and r.operation_id = o.operation_id)",
         ),
         (
+            "requests without an operation",
+            "select count(*) from ledger.requests r where not exists (select from ledger.operations o
+                where r.tenant_id = o.tenant_id and r.operation_id = o.operation_id and o.downstream is not null)",
+        ),
+        (
+            "operations of a downstream without a request",
+            "select count(*) from ledger.operations o where o.downstream is not null and o.purged_at is null and not exists
+                (select from ledger.requests r where r.tenant_id = o.tenant_id and r.operation_id = o.operation_id)",
+        ),
+        (
+            "links without one of their operations, or without the way back",
+            "select count(*) from ledger.links l where not exists (select from ledger.operations o
+                where o.tenant_id = l.tenant_id and o.operation_id = l.operation_id) or not exists (select from ledger.links b
+                where b.tenant_id = l.tenant_id and b.operation_id = l.other_id and b.other_id = l.operation_id
+                  and b.relation <> l.relation)",
+        ),
+        (
             "operations whose history is not whole",
             "select count(*) from ledger.operations o where array(select h.version from ledger.history h
                 where h.tenant_id = o.tenant_id and h.operation_id = o.operation_id order by 1)
