@@ -13,10 +13,12 @@ test: ## Pass every test
 	@scripts/setup.sh test
 	cargo test --locked
 	scripts/schemathesis.sh
+	scripts/sdk.sh
 
-bench: ## Compare with hand-written and unprotected servers; writes docs/BENCHMARKS.md
-	@scripts/setup.sh run
+bench: ## Compare with hand-written and unprotected servers; writes docs/BENCHMARKS*.md
+	@scripts/setup.sh bench
 	cargo bench --locked --bench throughput -- --report docs/BENCHMARKS.md
+	cargo bench --locked --bench proxy -- --report docs/BENCHMARKS-PROXY.md
 
 lint: ## Format, lints, query descriptions
 	@scripts/setup.sh lint

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Makes sure that what the project needs is on this machine. Usage: setup.sh run|test|lint
+# Makes sure that what the project needs is on this machine. Usage: setup.sh run|test|bench|lint
 #
 # On Debian and Ubuntu missing packages are installed, as root or through sudo; elsewhere they are named.
 set -euo pipefail
@@ -22,7 +22,11 @@ if [ "${1:-run}" = test ]; then
     need postgresql-client "tests look at tables with psql" command -v psql
     need pgbouncer "tests run behind a pooler" pgbouncer_program
     need faketime "a test runs a process by another clock" faketime_library
-    need python3-venv "the API is fuzzed with schemathesis" python3 -c 'import ensurepip, venv'
+    need python3-venv "the API is fuzzed with schemathesis, and tried with vendors' SDKs" python3 -c 'import ensurepip, venv'
+fi
+if [ "${1:-run}" = bench ]; then
+    nginx_program() { command -v nginx || [ -x /usr/sbin/nginx ]; }
+    need nginx-light "the proxy is compared with nginx" nginx_program
 fi
 
 if ! command -v cargo >/dev/null; then

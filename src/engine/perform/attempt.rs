@@ -14,7 +14,7 @@ use tracing::Instrument;
 use super::decide::{self, Learnt, Next, Standing};
 use super::{Delivered, Passing, Perform, Piece, outgoing};
 use crate::engine::outcome::{Known, Outcome, Refusal, after};
-use crate::ledger::forward::{Answered, Forward};
+use crate::ledger::forward::{self, Answered, Forward};
 use crate::ledger::operation::StateName;
 use crate::ledger::plan::{self, Fence};
 use crate::ledger::receipt::Receipt;
@@ -201,8 +201,13 @@ impl Attempt {
         let Some(attempt) = Arc::into_inner(self) else { return };
         match found {
             Ok(super::proof::Found::Ours(object)) => attempt.settle_proved(object, caller).await,
-            Ok(super::proof::Found::Foreign) => attempt.settle(complete, false, caller).await,
-            Ok(super::proof::Found::Nothing) => {
+            // Somebody else's object is no proof that ours was never there.
+            Ok(found @ (super::proof::Found::Foreign | super::proof::Found::Nothing)) => {
+                let shows = match found {
+                    super::proof::Found::Foreign => "something that is not this operation's",
+                    super::proof::Found::Ours(_) | super::proof::Found::Nothing => "nothing",
+                };
+                let cause = format!("{cause}, and shows {shows}");
                 attempt
                     .without_answer(Next::Unknown(None), "outcome_unknown", &cause, caller)
                     .await;
@@ -380,7 +385,11 @@ impl Attempt {
                 },
                 outcome => outcome,
             }),
-            Ok(None) | Err(_) => caller.fail(self.unrecorded()),
+            Ok(None) => caller.fail(Refusal::Unreachable {
+                downstream: self.downstream.name.clone(),
+                cause: cause.to_owned(),
+            }),
+            Err(_) => caller.fail(self.unrecorded()),
         }
     }
 
@@ -394,6 +403,12 @@ impl Attempt {
                     .write(async |session| {
                         plan::wait(session, tenant, id, self.fence, delay, cause, Some(&evidence)).await
                     })
+                    .await
+            }
+            // The first attempt never left: the id is free again, as if it had never been used.
+            Next::GiveUp if self.fence.attempt == 1 => {
+                self.perform
+                    .write(async |session| forward::withdraw(session, tenant, id, self.fence).await)
                     .await
             }
             Next::GiveUp => self.perform.give_up(&self.forward, self.fence, cause).await,

@@ -1,0 +1,19 @@
+#!/usr/bin/env bash
+# Runs Stripe's and OpenAI's own Python SDKs against a running service, and kills it in the middle.
+#
+#   scripts/sdk.sh                       builds and tests
+#   BIN=target/release/opledger scripts/sdk.sh -k stripe
+#
+# Needs Python 3.10 or later with venv; the SDKs are installed below target/, pinned.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+venv=target/sdk
+if ! cmp -s tests/sdk/requirements.txt "$venv/installed.txt"; then
+    python3 -m venv "$venv"
+    "$venv/bin/pip" install --quiet --disable-pip-version-check -r tests/sdk/requirements.txt
+    cp tests/sdk/requirements.txt "$venv/installed.txt"
+fi
+[ -n "${BIN:-}" ] || cargo build --quiet
+cd tests/sdk
+"../../$venv/bin/python" -W ignore::ResourceWarning -m unittest "$@"
