@@ -4,10 +4,6 @@ use std::process::ExitCode;
 
 use clap::Parser;
 
-/// Many small, short-lived allocations on several threads are what this program makes; see docs/DESIGN.md.
-#[global_allocator]
-static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
-
 #[tokio::main]
 async fn main() -> ExitCode {
     match opledger::cli::Cli::parse().run().await {
