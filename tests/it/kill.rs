@@ -16,14 +16,14 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, bail, ensure};
 use nix::sys::signal::Signal;
 
-use self::cell::{Ability, Boundary, Cell, Ending, IN_FLIGHT};
+use self::cell::{Ability, Boundary, Cell, Ending, IN_FLIGHT, LEASE};
 use self::scene::{First, Scene, Standing, send, server};
 use crate::support::victim::Victim;
 use crate::support::{Answer, Client};
 
 /// Lease, sweep, the longest time on the way and what the look-ups take: within this, recovery has done what it can. Half
 /// of it is for a busy machine.
-const RECOVERY: Duration = Duration::from_secs(2 * (2 + 1 + IN_FLIGHT.as_secs() + 2));
+const RECOVERY: Duration = Duration::from_secs(2 * (LEASE.as_secs() + 1 + IN_FLIGHT.as_secs() + 2));
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_process_killed_at_any_boundary_and_started_again_acts_once_and_says_what_it_knows() {
@@ -89,6 +89,8 @@ async fn a_database_killed_at_any_boundary_costs_time_and_nothing_else() {
         first.open_answers();
         first.standing.iter().for_each(Standing::let_it_act);
     }
+    // Longer than any lease: when it is back, every process looks as if it were dead.
+    tokio::time::sleep(LEASE + Duration::from_millis(500)).await;
     victim.restart().await;
     until_it_answers(&scene).await;
     let log = || {

@@ -9,6 +9,8 @@ use super::downstream::Point;
 /// The longest that a request may be on its way, by the configuration of the matrix.
 pub const IN_FLIGHT: Duration = Duration::from_secs(8);
 
+pub const LEASE: Duration = Duration::from_secs(2);
+
 /// Where the operation stands still.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Boundary {
@@ -249,11 +251,12 @@ pub fn config(things: std::net::SocketAddr, narrow: std::net::SocketAddr) -> Str
         apply_connections = 2
         [recovery]
         heartbeat = "200ms"
-        lease = "2s"
+        lease = "{}s"
         sweep = "200ms"
         purge = "forever"
         {}{}
         "#,
+        LEASE.as_secs(),
         downstream("things", things),
         downstream("narrow", narrow)
     )

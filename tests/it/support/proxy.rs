@@ -100,7 +100,7 @@ impl Proxy {
         *self.network.planned.lock().unwrap() = cuts.into_iter().collect();
     }
 
-    /// Stops the next transaction that does this, at its COMMIT; other transactions and connections go on.
+    /// Stops the next transaction that does this, where it commits; other transactions and connections go on.
     pub fn hold(&self, stop: Stop) -> Held {
         let (waiting, held) = hold::plan(stop);
         self.network.stops.lock().unwrap().push(waiting);
@@ -170,8 +170,7 @@ async fn up(
         tokio::time::sleep(Duration::from_millis(network.latency_ms.load(Ordering::Relaxed))).await;
         let _ = flowing.wait_for(|flowing| *flowing).await;
         while let Some(message) = next_message(&mut unread, &mut started) {
-            watch.note(&message, &network.stops);
-            if is_commit(&message) && !watch.may_commit().await {
+            if !watch.may_pass(&message, &network.stops).await {
                 return Ok(());
             }
             let cut = if is_commit(&message) {
@@ -232,11 +231,8 @@ fn next_message(unread: &mut BytesMut, started: &mut bool) -> Option<BytesMut> {
     Some(unread.split_to(whole))
 }
 
-/// Whether a simple query commits; what surrounds the `commit` in the same message makes no difference.
+/// Whether a simple query commits.
 fn is_commit(message: &[u8]) -> bool {
-    message.first() == Some(&b'Q')
-        && message.get(5..).is_some_and(|text| {
-            text.split(|byte| *byte == b';' || *byte == 0)
-                .any(|statement| statement.trim_ascii().eq_ignore_ascii_case(b"commit"))
-        })
+    let text = message.get(5..).and_then(|text| text.split(|byte| *byte == 0).next());
+    message.first() == Some(&b'Q') && text.is_some_and(|text| hold::is_said(text, b"commit"))
 }

@@ -1,4 +1,5 @@
-//! Transactions that are stopped at their COMMIT, on either side of it, until the test lets them go or loses them.
+//! Transactions that are stopped where they commit, on either side of it, until the test lets them go or loses them: at
+//! their COMMIT, or at the statement that is a transaction by itself.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex};
@@ -15,10 +16,10 @@ pub struct Stop {
     pub side: Side,
 }
 
-/// The side of the COMMIT on which a transaction is stopped.
+/// The side of its commit on which a transaction is stopped.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Side {
-    /// The server has not been sent it.
+    /// The server has not been sent what commits it.
     Before,
     /// The server has committed and answered; the client has read nothing of it.
     After,
@@ -105,9 +106,11 @@ async fn stand(stops: Vec<Waiting>) -> bool {
 pub struct Watch {
     /// Texts of the statements that were prepared on it, by name.
     statements: HashMap<Vec<u8>, Vec<u8>>,
+    /// A `begin` has been seen, and not its end.
+    in_transaction: bool,
     /// Stops that apply to the transaction that is open.
     met: Vec<Waiting>,
-    /// Those behind its COMMIT, for the other direction.
+    /// Those behind its commit, for the other direction.
     stopped: Arc<Mutex<Vec<Waiting>>>,
 }
 
@@ -115,33 +118,47 @@ impl Watch {
     pub fn new(stopped: Arc<Mutex<Vec<Waiting>>>) -> Self {
         Self {
             statements: HashMap::new(),
+            in_transaction: false,
             met: Vec::new(),
             stopped,
         }
     }
 
-    /// Looks at a client's message; takes a stop that applies to it, so that it is made only once.
-    pub fn note(&mut self, message: &[u8], stops: &Mutex<Vec<Waiting>>) {
-        let Some((kind, body)) = message.split_first().map(|(kind, rest)| (*kind, rest.get(4..))) else {
-            return;
+    /// Looks at a client's message before it goes on; waits where a stop says so. False if the connection is to be lost.
+    pub async fn may_pass(&mut self, message: &[u8], stops: &Mutex<Vec<Waiting>>) -> bool {
+        let Some((kind, rest)) = message.split_first() else {
+            return true;
         };
-        let mut texts = body.unwrap_or_default().split(|byte| *byte == 0);
+        let mut texts = rest.get(4..).unwrap_or_default().split(|byte| *byte == 0);
         match (kind, texts.next(), texts.next()) {
-            (b'P', Some(name), Some(text)) => drop(self.statements.insert(name.to_vec(), text.to_vec())),
-            (b'B', Some(_portal), Some(name)) => {
-                let Some(text) = self.statements.get(name) else { return };
-                let met = |waiting: &mut Waiting| {
-                    contains(text, waiting.stop.statement.as_bytes())
-                        && contains(message, waiting.stop.parameter.as_bytes())
-                };
-                self.met.extend(stops.lock().unwrap().extract_if(.., met));
+            (b'Q', Some(text), _) => {
+                let ends = is_said(text, b"commit") || is_said(text, b"rollback");
+                let commits = is_said(text, b"commit");
+                self.in_transaction = !ends && (self.in_transaction || text.starts_with(b"begin"));
+                !commits || self.stand_at_the_commit().await
             }
-            _ => {}
+            (b'P', Some(name), Some(text)) => {
+                self.statements.insert(name.to_vec(), text.to_vec());
+                true
+            }
+            (b'B', Some(_portal), Some(name)) => {
+                self.meet(name, message, stops);
+                self.in_transaction || self.stand_at_the_commit().await
+            }
+            _ => true,
         }
     }
 
-    /// At a COMMIT: waits where a stop says so; false if the connection is to be lost.
-    pub async fn may_commit(&mut self) -> bool {
+    /// Takes the stops that apply to a statement, so that each is made only once.
+    fn meet(&mut self, name: &[u8], message: &[u8], stops: &Mutex<Vec<Waiting>>) {
+        let Some(text) = self.statements.get(name) else { return };
+        let met = |waiting: &mut Waiting| {
+            contains(text, waiting.stop.statement.as_bytes()) && contains(message, waiting.stop.parameter.as_bytes())
+        };
+        self.met.extend(stops.lock().unwrap().extract_if(.., met));
+    }
+
+    async fn stand_at_the_commit(&mut self) -> bool {
         let (before, after) = std::mem::take(&mut self.met)
             .into_iter()
             .partition(|waiting| waiting.stop.side == Side::Before);
@@ -150,7 +167,7 @@ impl Watch {
     }
 }
 
-/// Before anything of the server's is passed on: the answer to a COMMIT that was let through waits here. False if the
+/// Before anything of the server's is passed on: the answer to a commit that was let through waits here. False if the
 /// connection is to be lost.
 pub async fn may_be_answered(stopped: &Mutex<Vec<Waiting>>) -> bool {
     let waiting = std::mem::take(&mut *stopped.lock().unwrap());
@@ -159,4 +176,10 @@ pub async fn may_be_answered(stopped: &Mutex<Vec<Waiting>>) -> bool {
 
 fn contains(bytes: &[u8], wanted: &[u8]) -> bool {
     bytes.windows(wanted.len()).any(|window| window == wanted)
+}
+
+/// Whether one of a simple query's statements is this one; what surrounds it in the same message makes no difference.
+pub fn is_said(text: &[u8], statement: &[u8]) -> bool {
+    text.split(|byte| *byte == b';')
+        .any(|said| said.trim_ascii().eq_ignore_ascii_case(statement))
 }
