@@ -7,6 +7,7 @@
 mod cell;
 mod downstream;
 mod gateway;
+mod late;
 mod record;
 mod scene;
 
@@ -279,7 +280,7 @@ impl<'a> Matrix<'a> {
                 ensure!(asked == effects, "sent {asked} times");
             }
         }
-        record::walk(cell, &record::history(sql, cell).await?)
+        record::walk(cell, &record::history(sql, cell).await?, IN_FLIGHT)
     }
 
     async fn until(

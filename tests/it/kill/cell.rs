@@ -1,12 +1,13 @@
 //! The cells of the matrix: where an operation stood when something died, and what its downstream can do about it.
 
+use std::net::SocketAddr;
 use std::time::Duration;
 
 use crate::support::proxy::{Side, Stop};
 
 use super::downstream::Point;
 
-/// The longest that a request may be on its way, by the configuration of the matrix.
+/// The longest that a request may be on its way, unless a test says otherwise.
 pub const IN_FLIGHT: Duration = Duration::from_secs(8);
 
 pub const LEASE: Duration = Duration::from_secs(2);
@@ -201,8 +202,8 @@ impl Cell {
 }
 
 /// The services of the matrix; every test adds where its downstream is.
-pub fn config(things: std::net::SocketAddr, narrow: std::net::SocketAddr) -> String {
-    let seconds = IN_FLIGHT.as_secs();
+pub fn config(things: SocketAddr, narrow: SocketAddr, in_flight: Duration) -> String {
+    let seconds = in_flight.as_secs();
     let routes = |name: &str| {
         format!(
             r#"

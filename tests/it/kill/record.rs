@@ -7,7 +7,7 @@ use opledger::ledger::operation::StateName;
 use sqlx::PgPool;
 use time::OffsetDateTime;
 
-use super::cell::{Ability, Cell, IN_FLIGHT};
+use super::cell::{Ability, Cell};
 
 /// A row of the history; most of it is for people who read of a failure.
 #[derive(Debug, Clone, sqlx::FromRow)]
@@ -59,7 +59,7 @@ pub async fn receipt(sql: &PgPool, cell: Cell) -> anyhow::Result<Vec<u8>> {
 }
 
 /// Walks the history: every step is one that the rule allows, and no unknown is ended without proof.
-pub fn walk(cell: Cell, steps: &[Step]) -> anyhow::Result<()> {
+pub fn walk(cell: Cell, steps: &[Step], in_flight: Duration) -> anyhow::Result<()> {
     let mut claimed_at = Vec::new();
     for pair in [&[None][..], &steps.iter().map(Some).collect::<Vec<_>>()]
         .concat()
@@ -79,7 +79,7 @@ pub fn walk(cell: Cell, steps: &[Step]) -> anyhow::Result<()> {
             "{from} became {to}: {before:?}, {step:?}"
         );
         if from != to && from == StateName::NeedsReconciliation {
-            proved(cell, to, step, *claimed_at.last().context("never claimed")?)?;
+            proved(cell, to, step, *claimed_at.last().context("never claimed")?, in_flight)?;
         }
     }
     let (Some(first), Some(last)) = (claimed_at.first(), claimed_at.last()) else {
@@ -98,12 +98,18 @@ pub fn walk(cell: Cell, steps: &[Step]) -> anyhow::Result<()> {
 }
 
 /// What led out of an unknown was what the downstream is able to prove.
-fn proved(cell: Cell, to: StateName, step: &Step, claimed_at: OffsetDateTime) -> anyhow::Result<()> {
+fn proved(
+    cell: Cell,
+    to: StateName,
+    step: &Step,
+    claimed_at: OffsetDateTime,
+    in_flight: Duration,
+) -> anyhow::Result<()> {
     let is_proof = match (cell.ability, to) {
         (Ability::Key | Ability::Conditional | Ability::Forgetful, StateName::RetryWait) => step.event == "sent_again",
         (Ability::Lookup, StateName::Succeeded) => step.proof.as_deref() == Some("look_up"),
         // Nothing was there, although nothing could be on its way any more.
-        (Ability::Lookup, StateName::RetryWait) => step.event == "looked_up" && step.at - claimed_at >= IN_FLIGHT,
+        (Ability::Lookup, StateName::RetryWait) => step.event == "looked_up" && step.at - claimed_at >= in_flight,
         _ => false,
     };
     ensure!(is_proof, "an unknown became {to} without proof: {step:?}");

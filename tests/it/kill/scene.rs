@@ -10,7 +10,7 @@ use nix::sys::signal::Signal;
 use sqlx::PgPool;
 use tokio::task::JoinHandle;
 
-use super::cell::{self, Boundary, Cell};
+use super::cell::{self, Boundary, Cell, IN_FLIGHT};
 use super::downstream::{Downstream, Gate};
 use super::gateway::Gateway;
 use crate::support::process::Process;
@@ -57,21 +57,26 @@ enum Hold {
 
 impl Scene {
     pub async fn on_the_shared_server() -> Self {
+        Self::with(IN_FLIGHT).await
+    }
+
+    /// With another longest time on the way.
+    pub async fn with(in_flight: Duration) -> Self {
         let database = Database::create().await;
         let key = database.keys(TENANT).await["agent"].clone();
-        Self::new(database.sql, database.service_url, database.name, key).await
+        Self::new(database.sql, database.service_url, database.name, key, in_flight).await
     }
 
     /// On a server that can be killed.
     pub async fn on(victim: &Victim, database: &str) -> Self {
         let (sql, key) = victim.prepare(database).await;
         let url = victim.server.url("opledger", database);
-        Self::new(sql, url, database.to_owned(), key).await
+        Self::new(sql, url, database.to_owned(), key, IN_FLIGHT).await
     }
 
-    async fn new(sql: PgPool, service_url: String, database: String, key: String) -> Self {
+    async fn new(sql: PgPool, service_url: String, database: String, key: String, in_flight: Duration) -> Self {
         let things = Downstream::start().await;
-        let (directory, config) = write_config(&cell::config(things.address, things.narrow));
+        let (directory, config) = write_config(&cell::config(things.address, things.narrow, in_flight));
         Self {
             things,
             sql,
@@ -227,7 +232,7 @@ impl Standing {
             Hold::Door => things.stalled(1).await,
             Hold::Answer(gateway) => gateway.answered().await,
             Hold::Nothing => {
-                while !self.answer.is_finished() {
+                while !self.is_answered() {
                     tokio::time::sleep(Duration::from_millis(5)).await;
                 }
             }
@@ -239,6 +244,10 @@ impl Standing {
         if let Hold::Downstream(gate) = &self.hold {
             gate.open();
         }
+    }
+
+    pub fn is_answered(&self) -> bool {
+        self.answer.is_finished()
     }
 
     /// What its caller got.
