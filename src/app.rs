@@ -207,7 +207,7 @@ fn assemble(pool: Pool, config: Config) -> Arc<App> {
         deliveries,
         pool,
         metrics,
-        heartbeat: Arc::new(Heartbeat::new(instance, config::hostname())),
+        heartbeat: Arc::new(Heartbeat::new(instance, config::hostname(), file.recovery.lease)),
         limits: file.limits,
         recovery: recovery::Settings {
             heartbeat: file.recovery.heartbeat,
@@ -231,6 +231,7 @@ fn run(app: Arc<App>, listener: TcpListener, address: SocketAddr, config_path: O
     background.spawn(recovery::keep_sweeping(
         app.intake.clone(),
         app.perform.clone(),
+        app.heartbeat.clone(),
         settings,
         stop_sweeping.clone(),
     ));

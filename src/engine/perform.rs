@@ -52,6 +52,9 @@ const LIMITS: Limits = Limits {
     statement: Duration::from_secs(5),
 };
 
+/// How long a claim that was given up may take to arrive at the database after all.
+const ARRIVES_WITHIN: Duration = Duration::from_secs(60);
+
 /// What a delivery gets.
 pub enum Delivered {
     /// What this delivery's own attempt came to.
@@ -281,13 +284,12 @@ impl Perform {
         reply: Reply,
         respond_async: bool,
     ) {
-        let claimed = Instant::now();
         let fence = Fence {
             attempt: 1,
             instance: self.instance,
         };
-        match self.book.claim(forward.clone()).await {
-            Ok(Claim::Won) => {}
+        let claimed = match self.book.claim(forward.clone()).await {
+            Ok(Claim::Won { asked }) => asked,
             Ok(Claim::Lost(operation)) => {
                 ready.give_back();
                 let outcome = Outcome::of(&operation, &forward.fingerprint);
@@ -305,7 +307,7 @@ impl Perform {
                 }
                 return;
             }
-        }
+        };
         let attempt = Attempt {
             perform: self,
             forward: forward.clone(),
@@ -332,17 +334,21 @@ impl Perform {
     }
 
     /// A claim whose commit was not confirmed: nothing was sent, and nobody must believe that something was. Taken back
-    /// until the database says that it is not there.
+    /// until it is gone, or cannot be on its way to the database any more: what a broken network holds back may arrive
+    /// after the connection has been given up. Should this process stop before, the claim lapses.
     async fn disown(&self, forward: &Forward, fence: Fence) {
         const LONGEST: Duration = Duration::from_secs(10);
+        let give_up_at = Instant::now() + ARRIVES_WITHIN;
         let mut delay = Duration::from_millis(100);
-        loop {
+        let mut may_arrive = true;
+        while may_arrive {
             tokio::time::sleep(delay).await;
             let withdrawn = self
                 .write(async |session| forward::withdraw(session, &forward.tenant, &forward.id, fence).await)
                 .await;
             match withdrawn {
-                Ok(_) => return,
+                Ok(true) => return,
+                Ok(false) => may_arrive = Instant::now() < give_up_at && !self.tasks.is_closed(),
                 Err(error) => {
                     tracing::warn!(operation.id = %forward.id, error = %error, "cannot take an unconfirmed claim back yet");
                 }

@@ -1,7 +1,7 @@
 //! What a process does by itself: heartbeats, taking over what nobody runs any more, and the purge. Every sweep is
 //! bounded, can be run by hand, and may run on any number of processes at once.
 
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use tokio::time::Instant;
@@ -64,34 +64,75 @@ pub async fn keep_heartbeat(intake: Arc<Intake>, beat: Arc<Heartbeat>, every: Du
 }
 
 /// This process's sign of life.
+///
+/// It also tells whether the silence of others means anything. While the database is away all are silent, and all of them
+/// may be at work: only who has been heard itself for as long as a lease may say that others have not.
 pub struct Heartbeat {
     instance: uuid::Uuid,
     hostname: String,
-    written: std::sync::Mutex<Instant>,
+    lease: Duration,
+    heard: Mutex<Heard>,
+}
+
+#[derive(Debug, Clone, Copy)]
+struct Heard {
+    last: Instant,
+    /// From when on the silence of others is theirs.
+    judges_from: Instant,
+}
+
+impl Heard {
+    /// Others may need as long as the database was away to find it again.
+    fn again(self, now: Instant, lease: Duration) -> Self {
+        let gap = now - self.last;
+        Self {
+            last: now,
+            judges_from: match gap > lease / 2 {
+                true => now + gap.max(lease),
+                false => self.judges_from,
+            },
+        }
+    }
+
+    fn may_judge(self, now: Instant, lease: Duration) -> bool {
+        now >= self.judges_from && now - self.last <= lease / 2
+    }
 }
 
 impl Heartbeat {
-    pub fn new(instance: uuid::Uuid, hostname: String) -> Self {
+    pub fn new(instance: uuid::Uuid, hostname: String, lease: Duration) -> Self {
+        let last = Instant::now();
         Self {
             instance,
             hostname,
-            written: std::sync::Mutex::new(Instant::now()),
+            lease,
+            heard: Mutex::new(Heard {
+                last,
+                judges_from: last + lease,
+            }),
         }
     }
 
     /// Time since the last one that was written.
     pub fn age(&self) -> Duration {
-        self.written
-            .lock()
-            .unwrap_or_else(std::sync::PoisonError::into_inner)
-            .elapsed()
+        self.heard().last.elapsed()
+    }
+
+    /// Whether claims of instances that are not heard of may be taken away.
+    pub fn may_judge(&self) -> bool {
+        self.heard().may_judge(Instant::now(), self.lease)
+    }
+
+    fn heard(&self) -> MutexGuard<'_, Heard> {
+        self.heard.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     pub async fn write(&self, pool: &Pool) -> Result<(), Error> {
         let mut session = pool.transaction(LIMITS).await?;
         instance::beat(&mut session, self.instance, &self.hostname, env!("CARGO_PKG_VERSION")).await?;
         session.commit().await?;
-        *self.written.lock().unwrap_or_else(std::sync::PoisonError::into_inner) = Instant::now();
+        let mut heard = self.heard();
+        *heard = heard.again(Instant::now(), self.lease);
         Ok(())
     }
 
@@ -103,13 +144,20 @@ impl Heartbeat {
 }
 
 /// Sweeps until told to stop.
-pub async fn keep_sweeping(intake: Arc<Intake>, perform: Arc<Perform>, settings: Settings, stop: CancellationToken) {
+pub async fn keep_sweeping(
+    intake: Arc<Intake>,
+    perform: Arc<Perform>,
+    beat: Arc<Heartbeat>,
+    settings: Settings,
+    stop: CancellationToken,
+) {
     loop {
         tokio::select! {
             () = tokio::time::sleep(settings.sweep) => {}
             () = stop.cancelled() => return,
         }
-        match sweep(&intake, &perform, settings.lease).await {
+        let lease = beat.may_judge().then_some(settings.lease);
+        match sweep(&intake, &perform, lease).await {
             Ok(0) => {}
             Ok(taken) => {
                 intake.metrics.recovered(taken);
@@ -120,8 +168,9 @@ pub async fn keep_sweeping(intake: Arc<Intake>, perform: Arc<Perform>, settings:
     }
 }
 
-/// Takes over operations that nobody runs: claims of lapsed instances, and what is due. Returns how many.
-pub async fn sweep(intake: &Arc<Intake>, perform: &Arc<Perform>, lease: Duration) -> Result<u64, Error> {
+/// Takes over operations that nobody runs: claims of lapsed instances, if there is a lease to judge them by, and what is
+/// due. Returns how many.
+pub async fn sweep(intake: &Arc<Intake>, perform: &Arc<Perform>, lease: Option<Duration>) -> Result<u64, Error> {
     let mut taken = 0;
     let mut unknown = 0;
     for tenant in tenants(&intake.pool).await? {
@@ -149,9 +198,11 @@ pub async fn sweep(intake: &Arc<Intake>, perform: &Arc<Perform>, lease: Duration
     }
     intake.metrics.unknowns(unknown);
     // Long silent instances hold no claim any more: all of theirs have been put back.
-    let mut session = intake.pool.transaction(LIMITS).await?;
-    instance::forget_lapsed(&mut session, lease * 60).await?;
-    session.commit().await?;
+    if let Some(lease) = lease {
+        let mut session = intake.pool.transaction(LIMITS).await?;
+        instance::forget_lapsed(&mut session, lease * 60).await?;
+        session.commit().await?;
+    }
     Ok(taken)
 }
 
@@ -256,4 +307,47 @@ async fn tenants(pool: &Pool) -> Result<Vec<Tenant>, Error> {
     let tenants = tenant::all(&mut session).await?;
     session.finish().await?;
     Ok(tenants)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const LEASE: Duration = Duration::from_secs(15);
+
+    fn after(start: Instant, seconds: u64) -> Instant {
+        start + Duration::from_secs(seconds)
+    }
+
+    /// Heard every two seconds from `from` to `to`.
+    fn steadily(mut heard: Heard, start: Instant, from: u64, to: u64) -> Heard {
+        for second in (from..=to).step_by(2) {
+            heard = heard.again(after(start, second), LEASE);
+        }
+        heard
+    }
+
+    #[test]
+    fn only_who_has_been_heard_for_a_lease_may_say_that_others_have_not() {
+        let start = Instant::now();
+        let new = Heard {
+            last: start,
+            judges_from: start + LEASE,
+        };
+        let heard = steadily(new, start, 0, 14);
+        assert!(!heard.may_judge(after(start, 14), LEASE));
+        let heard = steadily(heard, start, 16, 20);
+        assert!(heard.may_judge(after(start, 20), LEASE));
+        // Not heard for a while: neither during it, nor for as long again after it.
+        assert!(!heard.may_judge(after(start, 28), LEASE));
+        let back = heard.again(after(start, 60), LEASE);
+        assert!(!back.may_judge(after(start, 60), LEASE));
+        let back = steadily(back, start, 62, 98);
+        assert!(!back.may_judge(after(start, 98), LEASE));
+        assert!(steadily(back, start, 100, 100).may_judge(after(start, 100), LEASE));
+        // A short break costs a lease.
+        let back = back.again(after(start, 108), LEASE);
+        assert!(!steadily(back, start, 110, 120).may_judge(after(start, 122), LEASE));
+        assert!(steadily(back, start, 110, 124).may_judge(after(start, 124), LEASE));
+    }
 }

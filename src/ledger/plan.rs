@@ -335,19 +335,19 @@ pub struct Abandoned {
     pub downstream: bool,
 }
 
-/// Operations of a tenant that nobody is running: claims of lapsed instances, attempts that are due, and unknowns that
-/// their downstream can settle.
+/// Operations of a tenant that nobody is running: claims of lapsed instances, if there is a lease to judge them by,
+/// attempts that are due, and unknowns that their downstream can settle.
 pub async fn abandoned(
     session: &mut Session,
     tenant: &Tenant,
-    lease: Duration,
+    lease: Option<Duration>,
     limit: i64,
 ) -> Result<Vec<Abandoned>, Error> {
     let rows = sqlx::query!(
         r#"
         select o.operation_id, o.state, o.version, o.downstream is not null as "downstream!" from ledger.operations o
         where o.tenant_id = $1 and o.state <> 'succeeded' and (
-              (o.state = 'running' and not exists (
+              (o.state = 'running' and $2::float8 is not null and not exists (
                   select from ledger.instances i
                   where i.instance_id = o.instance_id
                     and i.heartbeat_at >= clock_timestamp() - $2::float8 * interval '1 millisecond'))
@@ -355,7 +355,7 @@ pub async fn abandoned(
         order by o.created_at limit $3
         "#,
         tenant.as_str(),
-        milliseconds(lease),
+        lease.map(milliseconds),
         limit,
     )
     .fetch_all(&mut *session)

@@ -97,6 +97,14 @@ impl Http1 {
         let mut answer = pin!(self.sender.try_send_request(request));
         let mut clock = pin!(sleep_until(latest));
         let outcome = std::future::poll_fn(|cx| {
+            // Before anything more is written: a process that stood still for long would otherwise end a request that
+            // others have long found not to have been made.
+            if let Some(since) = self.meter.blocked_since() {
+                let stalled = since + limits.idle;
+                if Instant::now() >= stalled.min(latest) {
+                    return Poll::Ready(Err(self.late(stalled <= latest, limits)));
+                }
+            }
             let ended = self.poll_connection(cx).is_ready();
             if let Poll::Ready(answer) = answer.as_mut().poll(cx) {
                 return Poll::Ready(answer.map_err(|mut error| {

@@ -88,7 +88,7 @@ enum Source {
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{stage}: {cause}")]
 pub struct NotSent {
-    /// `busy`, `dns`, `connect`, `tls` or `closed`.
+    /// `busy`, `dns`, `connect`, `tls`, `closed` or `late`.
     pub stage: &'static str,
     pub cause: String,
 }

@@ -14,6 +14,7 @@ mod edge;
 mod fingerprints;
 mod groups;
 mod keys;
+mod kill;
 mod layers;
 mod lookups;
 mod migrations;

@@ -22,7 +22,7 @@ use crate::ledger::reconciliation::{self, Note};
 use crate::outbound::downstream::{Downstream, Route};
 use crate::outbound::headers;
 use crate::outbound::retry_after::retry_after;
-use crate::outbound::send::{Answer, Failure, Ready, Unknown};
+use crate::outbound::send::{Answer, Failure, NotSent, Ready, Unknown};
 use crate::telemetry::trace;
 
 /// Pieces of a streamed answer that wait for a slow caller.
@@ -34,6 +34,10 @@ const READER_PATIENCE: Duration = Duration::from_secs(30);
 /// How long a caller waits for an answer that cannot be stored.
 const UNRECORDED: Duration = Duration::from_secs(5);
 
+/// How long after the database was asked for its claim an attempt may still begin. Recovery counts from there: were a
+/// process to stand still between claim and send, it would send what others have found not to have been sent.
+pub const SEND_WITHIN: Duration = Duration::from_secs(2);
+
 pub type Reply = oneshot::Sender<Result<Delivered, Refusal>>;
 
 /// An attempt that has been claimed.
@@ -43,7 +47,7 @@ pub struct Attempt {
     pub downstream: Arc<Downstream>,
     pub route: Arc<Route>,
     pub fence: Fence,
-    /// When this process claimed it, and how old the operation and its first send were then.
+    /// When this process asked for the claim, and how old the operation and its first send were then.
     pub claimed: Instant,
     pub age: Duration,
     pub since_first_send: Duration,
@@ -87,8 +91,7 @@ impl Attempt {
 
     async fn perform(self, ready: Ready, mut caller: ToCaller) {
         let began = Instant::now();
-        let request = outgoing(&self.forward.request, &self.route);
-        let ended = match ready.send(request).await {
+        let ended = match self.send(ready).await {
             Ok(answer) => self.receive(answer, &mut caller).await.map_err(Failure::Unknown),
             Err(failure) => Err(failure),
         };
@@ -114,6 +117,15 @@ impl Attempt {
                 Box::pin(self.unknown(unknown, caller)).await;
             }
         }
+    }
+
+    async fn send(&self, ready: Ready) -> Result<Answer, Failure> {
+        if self.claimed.elapsed() > SEND_WITHIN {
+            ready.give_back();
+            let cause = "the claim was confirmed too late to be acted on; somebody else may have it by now";
+            return Err(NotSent::new("late", cause).into());
+        }
+        ready.send(outgoing(&self.forward.request, &self.route)).await
     }
 
     /// Reads the answer to its end, passing it on as it comes where that is wanted or where it grows too large to store.

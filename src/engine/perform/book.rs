@@ -10,6 +10,7 @@ use std::time::Duration;
 
 use time::OffsetDateTime;
 use tokio::sync::oneshot;
+use tokio::time::Instant;
 use tokio_util::task::TaskTracker;
 use uuid::Uuid;
 
@@ -39,8 +40,8 @@ const WRITERS: usize = 2;
 /// What came of a claim.
 #[derive(Debug)]
 pub enum Claim {
-    /// It is ours, and committed.
-    Won,
+    /// It is ours, and committed; the database was asked for it at this moment.
+    Won { asked: Instant },
     /// The id is known.
     Lost(Box<Operation>),
     /// A rival's claim is not committed yet.
@@ -217,11 +218,22 @@ fn fail(entry: Entry, trouble: Trouble) {
     }
 }
 
-#[derive(Default)]
 struct Written {
+    asked: Instant,
     claimed: HashMap<String, OffsetDateTime>,
     known: HashMap<String, Operation>,
     settled: HashMap<String, Times>,
+}
+
+impl Written {
+    fn nothing_yet() -> Self {
+        Self {
+            asked: Instant::now(),
+            claimed: HashMap::new(),
+            known: HashMap::new(),
+            settled: HashMap::new(),
+        }
+    }
 }
 
 async fn commit(
@@ -230,7 +242,7 @@ async fn commit(
     group: &[Entry],
     before_commit: impl FnOnce(),
 ) -> Result<Written, Error> {
-    let began = tokio::time::Instant::now();
+    let began = Instant::now();
     let mut session = match kept.take() {
         Some(session) => session,
         None => book.pool.session().await?,
@@ -247,7 +259,7 @@ async fn commit(
         session.begin(LIMITS).await?;
     }
     let written = fill(book, &mut session, group).await?;
-    let committing = tokio::time::Instant::now();
+    let committing = Instant::now();
     before_commit();
     session.finish_if_begun().await?;
     book.metrics.group(group.len(), committing.elapsed(), began.elapsed());
@@ -256,7 +268,7 @@ async fn commit(
 }
 
 async fn fill(book: &Book, session: &mut Session, group: &[Entry]) -> Result<Written, Error> {
-    let mut written = Written::default();
+    let mut written = Written::nothing_yet();
     let Some(tenant) = group.first().map(|entry| entry.tenant().clone()) else {
         return Ok(written);
     };
@@ -303,7 +315,7 @@ fn answer(group: Vec<Entry>, mut written: Written) {
         match entry {
             Entry::Claim { reply, .. } => {
                 let claim = match (written.claimed.remove(&id), written.known.remove(&id)) {
-                    (Some(_), _) => Claim::Won,
+                    (Some(_), _) => Claim::Won { asked: written.asked },
                     (None, Some(operation)) => Claim::Lost(Box::new(operation)),
                     // Gone again between the two statements.
                     (None, None) => Claim::Contended,

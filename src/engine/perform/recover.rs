@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use tokio::time::Instant;
 
-use super::attempt::{Attempt, jitter};
+use super::attempt::{Attempt, SEND_WITHIN, jitter};
 use super::decide::{self, Standing};
 use super::proof::{Found, Object};
 use super::{Perform, Tenant};
@@ -207,12 +207,13 @@ impl Perform {
             attempt: case.stored.attempt + 1,
             instance,
         };
+        let asked = Instant::now();
         let claimed = self
             .write(async |session| plan::claim(session, tenant, id, seen, instance, &actor).await)
             .await;
         match claimed {
             Ok(Some(_)) => {
-                case.attempt(self, fence, false).run(ready, None).await;
+                case.attempt(self, fence, asked, false).run(ready, None).await;
                 Ok(true)
             }
             Ok(None) => Ok(false),
@@ -269,12 +270,13 @@ impl Perform {
             reason: "the downstream declares that it acts once on this request however often it is sent",
             evidence: None,
         };
+        let asked = Instant::now();
         let claimed = self
             .write(async |session| reconciliation::resend(session, tenant, id, seen, instance, note).await)
             .await;
         match claimed {
             Ok(Some(fence)) => {
-                case.attempt(self, fence, true).run(ready, None).await;
+                case.attempt(self, fence, asked, true).run(ready, None).await;
                 Ok(true)
             }
             Ok(None) => Ok(false),
@@ -299,7 +301,8 @@ impl Perform {
         let (tenant, id, seen) = (&case.forward.tenant, &case.forward.id, case.stored.seen());
         // Judged by when the question is asked, not by when the answer comes.
         let since = case.since_last_send();
-        let over = since >= case.route.max_in_flight.saturating_add(settle_delay);
+        // A send may have begun a little after its claim.
+        let over = since >= case.route.max_in_flight.saturating_add(settle_delay.max(SEND_WITHIN));
         match self.ask(&case.forward, &case.downstream, probe).await {
             Ok(Found::Ours(object)) => self.prove(&case, object).await,
             Ok(Found::Foreign) => {
@@ -523,16 +526,17 @@ impl Case {
         )
     }
 
-    fn attempt(self, perform: &Arc<Perform>, fence: Fence, repeated: bool) -> Attempt {
+    fn attempt(self, perform: &Arc<Perform>, fence: Fence, asked: Instant, repeated: bool) -> Attempt {
+        let passed = asked - self.read;
         Attempt {
             perform: perform.clone(),
-            age: self.stored.age,
-            since_first_send: self.stored.since_first_send.unwrap_or_default(),
+            age: self.stored.age + passed,
+            since_first_send: self.stored.since_first_send.unwrap_or_default() + passed,
             forward: self.forward,
             downstream: self.downstream,
             route: self.route,
             fence,
-            claimed: self.read,
+            claimed: asked,
             repeated,
             earlier_attempts: self.stored.earlier_attempts,
         }

@@ -286,6 +286,7 @@ impl Perform {
             attempt: 1,
             instance: self.instance,
         };
+        let asked = Instant::now();
         let begun = self
             .write(async |session| {
                 let claimed = forward::claim_all(
@@ -317,7 +318,7 @@ impl Perform {
             downstream,
             route: its_route,
             fence,
-            claimed: Instant::now(),
+            claimed: asked,
             age: Duration::ZERO,
             since_first_send: Duration::ZERO,
             repeated: false,

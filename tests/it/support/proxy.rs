@@ -1,7 +1,10 @@
 //! A bad network between the service and PostgreSQL: latency, silence, and connections that are lost exactly at COMMIT.
 //!
 //! It reads just enough of the wire protocol to see a client's messages: a start-up message, then one type byte and a
-//! length each. `commit` comes as a simple query, so no prepared statement hides it.
+//! length each. `commit` comes as a simple query, so no prepared statement hides it; what a transaction does is known from
+//! the statements it binds, whose texts were sent when they were prepared.
+
+mod hold;
 
 use std::collections::VecDeque;
 use std::net::SocketAddr;
@@ -18,7 +21,10 @@ use tokio::net::{TcpListener, TcpStream, UnixStream};
 use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 
+use self::hold::{Waiting, Watch};
 use super::Shared;
+
+pub use self::hold::{Held, Side, Stop};
 
 /// How a COMMIT goes wrong.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -45,6 +51,7 @@ struct Network {
     flowing: watch::Sender<bool>,
     planned: Mutex<VecDeque<Cut>>,
     made: AtomicU64,
+    stops: Mutex<Vec<Waiting>>,
 }
 
 impl Proxy {
@@ -57,6 +64,7 @@ impl Proxy {
             flowing: watch::Sender::new(true),
             planned: Mutex::default(),
             made: AtomicU64::new(0),
+            stops: Mutex::default(),
         });
         let end = CancellationToken::new();
         let socket = server.socket().join(".s.PGSQL.5432");
@@ -92,6 +100,13 @@ impl Proxy {
         *self.network.planned.lock().unwrap() = cuts.into_iter().collect();
     }
 
+    /// Stops the next transaction that does this, where it commits; other transactions and connections go on.
+    pub fn hold(&self, stop: Stop) -> Held {
+        let (waiting, held) = hold::plan(stop);
+        self.network.stops.lock().unwrap().push(waiting);
+        held
+    }
+
     /// Cuts made so far.
     pub fn made(&self) -> u64 {
         self.network.made.load(Ordering::Relaxed)
@@ -118,8 +133,17 @@ async fn carry(client: TcpStream, server: UnixStream, network: Arc<Network>, los
     let (from_server, to_server) = server.into_split();
     let swallow = Arc::new(AtomicBool::new(false));
     let silent = Arc::new(AtomicBool::new(false));
-    let up = up(from_client, to_server, network.clone(), swallow.clone(), silent.clone());
-    let down = down(from_server, to_client, network, swallow, silent.clone());
+    let stopped = Arc::new(Mutex::default());
+    let watch = Watch::new(stopped.clone());
+    let up = up(
+        from_client,
+        to_server,
+        network.clone(),
+        swallow.clone(),
+        silent.clone(),
+        watch,
+    );
+    let down = down(from_server, to_client, network, swallow, silent.clone(), stopped);
     // Whichever side ends first takes the other with it, and both sockets are closed.
     tokio::select! {
         _ = up => {}
@@ -134,6 +158,7 @@ async fn up(
     network: Arc<Network>,
     swallow: Arc<AtomicBool>,
     silent: Arc<AtomicBool>,
+    mut watch: Watch,
 ) -> std::io::Result<()> {
     let mut flowing = network.flowing.subscribe();
     let mut unread = BytesMut::new();
@@ -145,6 +170,9 @@ async fn up(
         tokio::time::sleep(Duration::from_millis(network.latency_ms.load(Ordering::Relaxed))).await;
         let _ = flowing.wait_for(|flowing| *flowing).await;
         while let Some(message) = next_message(&mut unread, &mut started) {
+            if !watch.may_pass(&message, &network.stops).await {
+                return Ok(());
+            }
             let cut = if is_commit(&message) {
                 network.planned.lock().unwrap().pop_front()
             } else {
@@ -174,6 +202,7 @@ async fn down(
     network: Arc<Network>,
     swallow: Arc<AtomicBool>,
     silent: Arc<AtomicBool>,
+    stopped: Arc<Mutex<Vec<Waiting>>>,
 ) -> std::io::Result<()> {
     let mut flowing = network.flowing.subscribe();
     let mut unread = BytesMut::with_capacity(16 << 10);
@@ -182,6 +211,9 @@ async fn down(
             return std::future::pending().await;
         }
         let _ = flowing.wait_for(|flowing| *flowing).await;
+        if !hold::may_be_answered(&stopped).await {
+            return Ok(());
+        }
         client.write_all_buf(&mut unread).await?;
     }
     Ok(())
@@ -199,11 +231,8 @@ fn next_message(unread: &mut BytesMut, started: &mut bool) -> Option<BytesMut> {
     Some(unread.split_to(whole))
 }
 
-/// Whether a simple query commits; what surrounds the `commit` in the same message makes no difference.
+/// Whether a simple query commits.
 fn is_commit(message: &[u8]) -> bool {
-    message.first() == Some(&b'Q')
-        && message.get(5..).is_some_and(|text| {
-            text.split(|byte| *byte == b';' || *byte == 0)
-                .any(|statement| statement.trim_ascii().eq_ignore_ascii_case(b"commit"))
-        })
+    let text = message.get(5..).and_then(|text| text.split(|byte| *byte == 0).next());
+    message.first() == Some(&b'Q') && text.is_some_and(|text| hold::is_said(text, b"commit"))
 }
