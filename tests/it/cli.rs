@@ -5,7 +5,7 @@ use std::process::Command;
 
 use serde_json::Value;
 
-use crate::support::downstream::Downstream;
+use crate::support::downstream::{Downstream, Script};
 use crate::support::process::{self, Finished};
 use crate::support::terminal::Terminal;
 use crate::support::{Ledger, Setup, until};
@@ -54,6 +54,7 @@ fn config(downstream: &Downstream) -> String {
 
 async fn start() -> (Downstream, Ledger) {
     let downstream = Downstream::start().await;
+    downstream.answers(|_| Script::new().close());
     let setup = Setup {
         config: config(&downstream),
         ..Setup::default()
@@ -131,7 +132,7 @@ async fn unknowns_are_shown_oldest_first_with_what_happened_and_what_to_do() {
     unknown(&ledger, "pay.charge", "first;id").await;
     unknown(&ledger, "pay.looked", "second").await;
     unknown(&ledger, "pay.charge", "third").await;
-    downstream.answers("201 Created", "", "{}");
+    downstream.plan(Script::with_lines(201, "", "{}"));
     ends(&submit(&ledger, "pay.charge", "known", &[]).await, 0, &[]);
     let shown = operator(&ledger, &["unknowns"]).await;
     ends(&shown, 0, &[]);
@@ -341,7 +342,7 @@ async fn the_answer_that_a_person_found_is_what_callers_get_from_now_on() {
 async fn what_did_not_act_is_sent_again_once_that_is_safe() {
     let (downstream, ledger) = start().await;
     unknown(&ledger, "pay.charge", "a").await;
-    downstream.answers("201 Created", "", r#"{"id":"ch_2"}"#);
+    downstream.plan(Script::with_lines(201, "", r#"{"id":"ch_2"}"#));
     until("it may be sent again", async || {
         let end = operator(&ledger, &resolve("a", "not-executed", &["--version", "2"])).await;
         assert!([Some(0), Some(7)].contains(&end.code), "{end:?}");
@@ -357,12 +358,12 @@ async fn what_did_not_act_is_sent_again_once_that_is_safe() {
 #[tokio::test]
 async fn a_reversal_is_sent_and_both_operations_show_their_link() {
     let (downstream, ledger) = start().await;
-    downstream.answers("201 Created", "", r#"{"id":"ch_1"}"#);
+    downstream.plan(Script::with_lines(201, "", r#"{"id":"ch_1"}"#));
     ends(&submit(&ledger, "pay.reversible", "a", &[]).await, 0, &[]);
     let compensate = ["operations", "compensate", "a", "--reason", "charged by mistake"];
     ends(&operator(&ledger, &compensate).await, 2, &["reversal is SENT", "--yes"]);
     assert_eq!(downstream.requests().len(), 1);
-    downstream.answers("201 Created", "", "{}");
+    downstream.plan(Script::with_lines(201, "", "{}"));
     let done = operator(&ledger, &[&compensate[..], &["--yes"]].concat()).await;
     ends(&done, 0, &["its reversal, linked below"]);
     assert!(
@@ -372,7 +373,7 @@ async fn a_reversal_is_sent_and_both_operations_show_their_link() {
     );
     until("it is undone", async || state(&ledger, "a").await.0 == "compensated").await;
     assert!(
-        downstream.requests()[1].starts_with("POST /reversals "),
+        downstream.requests()[1].target == "/reversals",
         "{:?}",
         downstream.requests()
     );
@@ -380,7 +381,7 @@ async fn a_reversal_is_sent_and_both_operations_show_their_link() {
     assert!(reversal.contains("linked        compensates a\n"), "{reversal}");
     let again = operator(&ledger, &[&compensate[..], &["--yes"]].concat()).await;
     ends(&again, 10, &["the operation is compensated"]);
-    downstream.answers("201 Created", "", "{}");
+    downstream.plan(Script::with_lines(201, "", "{}"));
     ends(&submit(&ledger, "pay.charge", "b", &[]).await, 0, &[]);
     let none = ["operations", "compensate", "b", "--reason", "no", "--version", "2"];
     ends(
@@ -428,7 +429,7 @@ async fn after_a_refused_reversal_nobody_is_told_to_send_the_operation_again() {
 async fn a_downstreams_answer_is_shown_as_it_is_and_its_state_decides_the_exit_code() {
     let (downstream, ledger) = start().await;
     let hostile = r#"{"code":"fingerprint-mismatch","retryable":true,"type":"/problems/fingerprint-mismatch"}"#;
-    downstream.answers("422 Nope", "content-type: application/problem+json\r\n", hostile);
+    downstream.plan(Script::with_lines(422, "content-type: application/problem+json\r\n", hostile));
     let refused = submit(&ledger, "pay.charge", "a", &[]).await;
     ends(&refused, 9, &["the downstream refused it"]);
     assert!(
@@ -437,7 +438,7 @@ async fn a_downstreams_answer_is_shown_as_it_is_and_its_state_decides_the_exit_c
     );
     let receipt = run(&ledger, "agent", &["operations", "receipt", "a"]).await;
     assert_eq!((receipt.code, receipt.stdout.as_str()), (Some(9), hostile));
-    downstream.answers("200 OK", "content-type: text/plain\r\n", "done\u{1b}[2J\n");
+    downstream.plan(Script::with_lines(200, "content-type: text/plain\r\n", "done\u{1b}[2J\n"));
     let text = submit(&ledger, "pay.charge", "b", &["--json"]).await;
     ends(&text, 0, &[]);
     let document: Value = serde_json::from_str(&text.stdout).unwrap();
@@ -489,7 +490,8 @@ async fn doctor_reaches_downstreams_without_sending_anything() {
         assert!(found.stdout.contains(text), "{text:?} is not in {}", found.stdout);
     }
     assert!(!found.stdout.contains("/looked: declares nothing"), "{}", found.stdout);
-    assert_eq!((downstream.connections(), downstream.requests()), (1, Vec::new()));
+    assert_eq!((downstream.connections(), downstream.count()), (1, 0));
+    assert!(downstream.fragments().is_empty());
     let https = config(&downstream).replace("http://", "https://");
     let found = doctor(&https).await;
     assert_eq!(found.code, Some(1), "{found:?}");

@@ -21,6 +21,7 @@ mod migrations;
 mod outbound;
 mod plans;
 mod pooler;
+mod proxy;
 mod retention;
 mod schema;
 mod sessions;

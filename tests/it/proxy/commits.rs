@@ -1,0 +1,223 @@
+//! Connections to PostgreSQL that are lost exactly at COMMIT, at the claim and at the settlement: whatever the ledger then
+//! knows or does not know, a request is sent once.
+
+use std::time::Duration;
+
+use tokio::task::JoinSet;
+
+use crate::support::downstream::{Downstream, Gate, Script};
+use crate::support::proxy::{Cut, Proxy};
+use crate::support::{Answer, Client, Database, TENANT, serve, shared, until, write_config};
+
+/// Nobody else commits while a cut is planned.
+const STILL: &str = "[recovery]\nheartbeat = \"20m\"\nlease = \"1h\"\nsweep = \"20m\"\n";
+
+const CUTS: [Cut; 3] = [Cut::Before, Cut::During, Cut::After];
+
+struct Wired {
+    pay: Downstream,
+    network: Proxy,
+    agent: Client,
+    database: Database,
+    _running: opledger::app::Running,
+    _directory: tempfile::TempDir,
+}
+
+async fn wired() -> Wired {
+    let (database, pay) = (Database::create().await, Downstream::start().await);
+    let network = Proxy::before(shared()).await;
+    let key = database.keys(TENANT).await["agent"].clone();
+    let routes =
+        "[[routes]]\npath = \"/**\"\ncompensation = { method = \"DELETE\", path = \"/made/{operation_id}\" }\n";
+    let (directory, config) = write_config(&format!("{STILL}{}", pay.config("pay", routes)));
+    let running = serve(&config, &network.url("opledger", &database.name)).await;
+    let agent = Client::new(running.address, &key).unchecked();
+    Wired {
+        pay,
+        network,
+        agent,
+        database,
+        _running: running,
+        _directory: directory,
+    }
+}
+
+/// Sends it until there is an answer; everything before that says to come back.
+async fn until_answered(agent: &Client, key: &str) -> Answer {
+    let give_up_at = std::time::Instant::now() + Duration::from_secs(15);
+    loop {
+        let answer = agent.forward("POST", key, &format!("/{key}"), "{}").await;
+        match (answer.status, answer.code().as_str()) {
+            (201, _) => return answer,
+            (503, "ledger-unavailable") | (409, "operation-in-progress") => {}
+            other => panic!("{key}: {other:?}"),
+        }
+        assert!(std::time::Instant::now() < give_up_at, "{key} is stuck: {answer:?}");
+        tokio::time::sleep(Duration::from_millis(5)).await;
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_claim_whose_commit_is_lost_is_sent_once_however_soon_it_is_tried_again() {
+    const ROUNDS: usize = 36;
+    let wired = wired().await;
+    // As long as it takes to take an unconfirmed claim back, and longer.
+    wired.pay.answers(|_| {
+        Script::new()
+            .pause(Duration::from_millis(150))
+            .before(Script::answer(201, "{}"))
+    });
+    wired.agent.forward("POST", "warm", "/warm", "{}").await;
+    let mut cuts = 0;
+    let mut lost = 0;
+    for round in 0..ROUNDS {
+        let key = format!("k{round}");
+        wired.network.plan([CUTS[round % 3]]);
+        let first = wired.agent.forward("POST", &key, &format!("/{key}"), "{}").await;
+        lost += u32::from(first.status == 503);
+        cuts = wired.network.made();
+        wired.network.plan([]);
+        until_answered(&wired.agent, &key).await;
+        assert_eq!(
+            wired.pay.sends(&format!("/{key}")),
+            1,
+            "{key}: {:?} {first:?}",
+            CUTS[round % 3]
+        );
+    }
+    assert!(cuts >= ROUNDS as u64 * 9 / 10 && lost >= 20, "{cuts} cuts, {lost} lost");
+    let settled: i64 =
+        sqlx::query_scalar("select count(*) from ledger.operations where state = 'succeeded' and attempt = 1")
+            .fetch_one(&wired.database.sql)
+            .await
+            .unwrap();
+    assert_eq!(settled, ROUNDS as i64 + 1);
+}
+
+/// Many claims share a commit: none of them is forgotten because the others were in doubt with it.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn claims_that_lose_their_common_commit_are_all_free_or_sent_and_none_is_stuck() {
+    let wired = wired().await;
+    wired.pay.answers(|_| {
+        Script::new()
+            .pause(Duration::from_millis(150))
+            .before(Script::answer(201, "{}"))
+    });
+    for (round, cut) in CUTS.iter().cycle().take(6).enumerate() {
+        // What piles up while nothing flows is claimed together.
+        wired.network.flow(false);
+        let mut senders = JoinSet::new();
+        for number in 0..24 {
+            let agent = wired.agent.clone();
+            senders.spawn(async move {
+                let key = format!("g{round}-{number}");
+                let first = agent.forward("POST", &key, &format!("/{key}"), "{}").await;
+                assert!([201, 503, 409].contains(&first.status), "{first:?}");
+                key
+            });
+        }
+        tokio::time::sleep(Duration::from_millis(300)).await;
+        wired.network.plan([*cut; 3]);
+        wired.network.flow(true);
+        let keys = senders.join_all().await;
+        wired.network.plan([]);
+        for key in keys {
+            until_answered(&wired.agent, &key).await;
+            assert_eq!(wired.pay.sends(&format!("/{key}")), 1, "{key}: {cut:?}");
+        }
+    }
+    assert!(wired.network.made() >= 12, "{}", wired.network.made());
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_settlement_whose_commit_is_lost_is_found_again() {
+    const ROUNDS: usize = 33;
+    let wired = wired().await;
+    for round in 0..ROUNDS {
+        let key = format!("s{round}");
+        let gate = Gate::new();
+        let held = gate.clone();
+        wired.pay.answers(move |request| {
+            Script::new()
+                .gate(&held)
+                .before(Script::answer(201, format!("{{\"n\":{}}}", request.number)))
+        });
+        let asked = tokio::spawn({
+            let (agent, key) = (wired.agent.clone(), key.clone());
+            async move { agent.forward("POST", &key, &format!("/{key}"), "{}").await }
+        });
+        wired.pay.received(round + 1).await;
+        let made = wired.network.made();
+        wired.network.plan([CUTS[round % 3]]);
+        gate.open();
+        let first = asked.await.unwrap();
+        assert_eq!(
+            (first.status, first.is_replay()),
+            (201, false),
+            "{:?} {first:?}",
+            CUTS[round % 3]
+        );
+        assert_eq!(first.json()["n"], round);
+        assert_eq!(wired.network.made(), made + 1);
+        let again = wired.agent.forward("POST", &key, &format!("/{key}"), "{}").await;
+        assert!(again.is_replay() && again.body == first.body);
+        assert_eq!(wired.pay.sends(&format!("/{key}")), 1);
+    }
+    let odd = "select count(*) from ledger.history where event not in ('claimed', 'succeeded')";
+    let odd: i64 = sqlx::query_scalar(odd).fetch_one(&wired.database.sql).await.unwrap();
+    assert_eq!(odd, 0, "nothing was late, nobody else was at it");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn an_unknown_whose_commit_is_lost_is_written_down_once() {
+    let wired = wired().await;
+    for (round, cut) in CUTS.into_iter().enumerate() {
+        let key = format!("u{round}");
+        let gate = Gate::new();
+        let held = gate.clone();
+        wired.pay.answers(move |_| Script::new().gate(&held).reset());
+        let asked = tokio::spawn({
+            let (agent, key) = (wired.agent.clone(), key.clone());
+            async move { agent.forward("POST", &key, &format!("/{key}"), "{}").await }
+        });
+        wired.pay.received(round + 1).await;
+        wired.network.plan([cut]);
+        gate.open();
+        asked.await.unwrap().is(409, "outcome-unknown");
+        assert_eq!(wired.pay.sends(&format!("/{key}")), 1);
+        let operation = wired.agent.operation(&key).await;
+        assert_eq!(
+            super::events(&operation)[..2],
+            ["claimed", "outcome_unknown"],
+            "{cut:?}"
+        );
+        assert_eq!(operation["state"], "needs_reconciliation");
+    }
+}
+
+/// A reversal that was begun in doubt is not left begun for ever.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_reversal_whose_commit_is_lost_is_made_once() {
+    let wired = wired().await;
+    let keys = wired.database.keys("ops").await;
+    let agent = wired.agent.with_key(&keys["agent"]);
+    let operator = wired.agent.with_key(&keys["operator"]);
+    for (round, cut) in CUTS.into_iter().enumerate() {
+        let key = format!("r{round}");
+        wired.pay.answers(|_| Script::answer(201, "{}"));
+        agent.forward("POST", &key, &format!("/{key}"), "{}").await;
+        let version = agent.operation(&key).await["version"].clone();
+        let body = serde_json::json!({"version": version, "reason": "x"}).to_string();
+        let target = format!("/v1/operations/{key}/compensate");
+        wired.network.plan([cut]);
+        operator.post(&target, &body).await;
+        wired.network.plan([]);
+        until("the reversal is made", async || {
+            operator.post(&target, &body).await;
+            wired.pay.sends(&format!("/made/{key}")) == 1
+        })
+        .await;
+        tokio::time::sleep(Duration::from_millis(300)).await;
+        assert_eq!(wired.pay.sends(&format!("/made/{key}")), 1, "{cut:?}");
+    }
+}

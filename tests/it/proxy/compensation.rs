@@ -1,0 +1,196 @@
+//! Reversals: operations of their own, which can succeed, be refused, or be unknown themselves.
+
+use serde_json::{Value, json};
+
+use super::{Bench, events};
+use crate::support::Answer;
+use crate::support::downstream::{Received, Script};
+
+const ROUTES: &str = "head_timeout = \"300ms\"\nidle_timeout = \"300ms\"\n\
+     [[routes]]\npath = \"/charges\"\nmax_in_flight = \"400ms\"\nreference = \"/id\"\n\
+     compensation = { method = \"POST\", path = \"/charges/{/id}/refunds\", headers = { X-Ref = \"{operation_id}\" }, body = { key = \"{key}\" } }\n\
+     [[routes]]\npath = \"/bare\"\nmax_in_flight = \"400ms\"\n\
+     compensation = { method = \"DELETE\", path = \"/things/{operation_id}\" }\n";
+
+/// Charges succeed; reversals get this.
+async fn charged(reversal: impl Fn(&Received) -> Script + Send + Sync + 'static) -> Bench {
+    let bench = Bench::with(ROUTES).await;
+    bench.pay.answers(move |request| match request.target.as_str() {
+        "/base/charges" => Script::answer(201, "{\"id\":\"ch_1\"}"),
+        "/base/bare" => Script::new().reset(),
+        _ => reversal(request),
+    });
+    bench.post("k", "/charges", "{\"amount\":5}").await;
+    bench
+}
+
+async fn compensate(bench: &Bench, id: &str) -> Answer {
+    let version = bench.operation(id).await["version"].as_i64().unwrap();
+    let body = json!({"version": version, "reason": "ordered by mistake"}).to_string();
+    bench
+        .operator()
+        .post(&format!("/v1/operations/{id}/compensate"), &body)
+        .await
+}
+
+#[tokio::test]
+async fn a_reversal_that_succeeds_compensates_and_both_know_each_other() {
+    let bench = charged(|_| Script::answer(200, "{\"id\":\"re_1\"}")).await;
+    let begun = compensate(&bench, "k").await;
+    assert_eq!(
+        (begun.status, begun.json()["state"].as_str()),
+        (200, Some("compensating"))
+    );
+    let parent = bench.until("k", "compensated").await;
+    let reversal = bench.operation("k:compensation").await;
+    assert_eq!(reversal["state"], "succeeded");
+    assert_eq!(
+        parent["links"],
+        json!([{"relation": "compensated_by", "operation_id": "k:compensation"}])
+    );
+    assert_eq!(
+        reversal["links"],
+        json!([{"relation": "compensates", "operation_id": "k"}])
+    );
+    assert_eq!(events(&parent), ["claimed", "succeeded", "compensating", "compensated"]);
+    let sent = bench.pay.requests().pop().unwrap();
+    assert_eq!(
+        (sent.method.as_str(), sent.target.as_str()),
+        ("POST", "/base/charges/ch_1/refunds")
+    );
+    assert_eq!(sent.header("x-ref"), "k");
+    assert!(sent.json()["key"].as_str().unwrap().starts_with("opl-"));
+    assert_eq!(parent["external_reference"], "ch_1");
+    // Whoever sends it again is told what it was answered, and in which state it is now.
+    let again = bench.post("k", "/charges", "{\"amount\":5}").await;
+    assert_eq!(
+        (again.status, again.is_replay(), again.header("operation-state")),
+        (201, true, "compensated")
+    );
+    compensate(&bench, "k").await.is(409, "state-conflict");
+    compensate(&bench, "k:compensation").await.is(409, "state-conflict");
+    bench.nothing_more_is_sent().await;
+    assert_eq!(bench.pay.count(), 2);
+}
+
+#[tokio::test]
+async fn a_reversal_that_is_refused_leaves_the_effect_to_people() {
+    let bench = charged(|_| Script::answer(402, "{\"error\":\"too late\"}")).await;
+    assert_eq!(compensate(&bench, "k").await.status, 200);
+    let parent = bench.until("k", "needs_reconciliation").await;
+    assert_eq!(
+        events(&parent),
+        ["claimed", "succeeded", "compensating", "compensation_failed"]
+    );
+    assert_eq!(bench.state("k:compensation").await, "failed");
+    bench
+        .post("k", "/charges", "{\"amount\":5}")
+        .await
+        .is(409, "outcome-unknown");
+    // A person finds that the effect stands: callers get their first answer again.
+    let decision = json!({"verdict": "succeeded", "version": parent["version"], "reason": "it stands"});
+    assert_eq!(bench.operator().resolve("k", decision).await.status, 200);
+    let again = bench.post("k", "/charges", "{\"amount\":5}").await;
+    assert_eq!((again.status, again.json()["id"].as_str()), (201, Some("ch_1")));
+    assert_eq!(bench.pay.count(), 2);
+}
+
+#[tokio::test]
+async fn a_reversal_whose_outcome_is_unknown_is_neither() {
+    let bench = charged(|_| Script::new().reset()).await;
+    assert_eq!(compensate(&bench, "k").await.status, 200);
+    let reversal = bench.until("k:compensation", "needs_reconciliation").await;
+    bench.nothing_more_is_sent().await;
+    assert_eq!(bench.state("k").await, "compensating");
+    // People decide about the reversal, and the operation follows.
+    let decision =
+        json!({"verdict": "succeeded", "version": reversal["version"], "reason": "refunded, says the provider"});
+    assert_eq!(bench.operator().resolve("k:compensation", decision).await.status, 200);
+    bench.until("k", "compensated").await;
+    assert_eq!(bench.pay.count(), 2);
+}
+
+#[tokio::test]
+async fn an_unknown_operation_is_undone_where_its_reversal_needs_no_answer() {
+    let bench = charged(|_| Script::answer(204, "")).await;
+    bench.post("bare", "/bare", "{}").await.is(409, "outcome-unknown");
+    let version = bench.operation("bare").await["version"].clone();
+    let decision = json!({"verdict": "compensate", "version": version, "reason": "better not"});
+    let begun = bench.operator().resolve("bare", decision).await;
+    assert_eq!(
+        (begun.status, begun.json()["state"].as_str()),
+        (200, Some("compensating"))
+    );
+    bench.until("bare", "compensated").await;
+    assert_eq!(bench.pay.requests().pop().unwrap().target, "/base/things/bare");
+    bench.post("bare", "/bare", "{}").await.is(422, "operation-failed");
+}
+
+#[tokio::test]
+async fn a_reversal_that_cannot_be_made_changes_nothing() {
+    let bench = Bench::with(ROUTES).await;
+    bench.pay.answers(|request| match request.target.as_str() {
+        "/base/charges" => Script::answer(201, "{\"no\":\"id\"}"),
+        _ => Script::answer(200, "{}"),
+    });
+    bench.post("no-id", "/charges", "{}").await;
+    bench.post("undeclared", "/other", "{}").await;
+    for id in ["no-id", "undeclared"] {
+        compensate(&bench, id).await.is(409, "state-conflict");
+        assert_eq!(bench.state(id).await, "succeeded");
+        bench
+            .agent()
+            .get(&format!("/v1/operations/{id}:compensation"))
+            .await
+            .is(404, "not-found");
+    }
+    let version = bench.operation("no-id").await["version"].clone();
+    let body = json!({"version": version, "reason": "x"}).to_string();
+    bench
+        .agent()
+        .post("/v1/operations/no-id/compensate", &body)
+        .await
+        .is(403, "forbidden");
+    let theirs = bench.ledger.tenant("other").await;
+    let foreign = bench.operator().with_key(&theirs["operator"]);
+    foreign
+        .post("/v1/operations/no-id/compensate", &body)
+        .await
+        .is(404, "not-found");
+    assert_eq!(bench.pay.count(), 2);
+}
+
+#[tokio::test]
+async fn many_wishes_to_undo_it_are_one_reversal() {
+    let bench = charged(|_| Script::answer(200, "{}")).await;
+    let version = bench.operation("k").await["version"].clone();
+    let body = json!({"version": version, "reason": "x"}).to_string();
+    let mut askers = tokio::task::JoinSet::new();
+    for _ in 0..10 {
+        let (operator, body) = (bench.operator(), body.clone());
+        askers.spawn(async move { operator.post("/v1/operations/k/compensate", &body).await });
+    }
+    let answers = askers.join_all().await;
+    assert_eq!(
+        answers.iter().filter(|answer| answer.status == 200).count(),
+        1,
+        "{answers:?}"
+    );
+    assert!(answers.iter().all(|answer| [200, 409].contains(&answer.status)));
+    bench.until("k", "compensated").await;
+    assert_eq!(bench.pay.sends("/charges/ch_1/refunds"), 1);
+}
+
+/// What has succeeded once is not run again because its reversal was refused.
+#[tokio::test]
+async fn an_operation_that_succeeded_is_not_declared_not_executed_after_a_refused_reversal() {
+    let bench = charged(|_| Script::answer(402, "{}")).await;
+    assert_eq!(compensate(&bench, "k").await.status, 200);
+    let parent = bench.until("k", "needs_reconciliation").await;
+    tokio::time::sleep(std::time::Duration::from_millis(500)).await;
+    let decision = json!({"verdict": "not-executed", "version": parent["version"], "reason": "gone, it seems"});
+    bench.operator().resolve("k", decision).await.is(409, "state-conflict");
+    bench.nothing_more_is_sent().await;
+    assert_eq!(bench.pay.sends("/charges"), 1, "{:?}", bench.state("k").await);
+    assert_ne!(bench.operation("k").await["receipt"], Value::Null);
+}
