@@ -188,8 +188,7 @@ impl Attempt {
             Next::Settle { succeeded } => self.settle(complete, succeeded, caller).await,
             Next::ReadBack => {
                 let cause = format!("the downstream answered {} to the repeated request", complete.status);
-                let (attempt, complete) = (Arc::new(self), complete);
-                attempt.read_back(complete, cause, caller).await;
+                Arc::new(self).read_back(cause, caller).await;
             }
             next @ (Next::Wait(_) | Next::GiveUp | Next::Unknown(_)) => {
                 let cause = format!("the downstream answered {}", complete.status);
@@ -205,7 +204,7 @@ impl Attempt {
     }
 
     /// The object that a conditional downstream refuses to make again may be ours.
-    async fn read_back(self: Arc<Self>, complete: Complete, cause: String, caller: ToCaller) {
+    async fn read_back(self: Arc<Self>, cause: String, caller: ToCaller) {
         let found = self
             .perform
             .read_back(&self.forward, &self.downstream, &self.route)
