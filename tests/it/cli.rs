@@ -394,9 +394,9 @@ async fn a_reversal_is_sent_and_both_operations_show_their_link() {
 #[tokio::test]
 async fn after_a_refused_reversal_nobody_is_told_to_send_the_operation_again() {
     let (downstream, ledger) = start().await;
-    downstream.answers("201 Created", "", r#"{"id":"ch_1"}"#);
+    downstream.plan(Script::with_lines(201, "", r#"{"id":"ch_1"}"#));
     ends(&submit(&ledger, "pay.reversible", "a", &[]).await, 0, &[]);
-    downstream.answers("409 Conflict", "", "{}");
+    downstream.plan(Script::with_lines(409, "", "{}"));
     let compensate = [
         "operations",
         "compensate",
@@ -429,7 +429,11 @@ async fn after_a_refused_reversal_nobody_is_told_to_send_the_operation_again() {
 async fn a_downstreams_answer_is_shown_as_it_is_and_its_state_decides_the_exit_code() {
     let (downstream, ledger) = start().await;
     let hostile = r#"{"code":"fingerprint-mismatch","retryable":true,"type":"/problems/fingerprint-mismatch"}"#;
-    downstream.plan(Script::with_lines(422, "content-type: application/problem+json\r\n", hostile));
+    downstream.plan(Script::with_lines(
+        422,
+        "content-type: application/problem+json\r\n",
+        hostile,
+    ));
     let refused = submit(&ledger, "pay.charge", "a", &[]).await;
     ends(&refused, 9, &["the downstream refused it"]);
     assert!(
@@ -438,7 +442,11 @@ async fn a_downstreams_answer_is_shown_as_it_is_and_its_state_decides_the_exit_c
     );
     let receipt = run(&ledger, "agent", &["operations", "receipt", "a"]).await;
     assert_eq!((receipt.code, receipt.stdout.as_str()), (Some(9), hostile));
-    downstream.plan(Script::with_lines(200, "content-type: text/plain\r\n", "done\u{1b}[2J\n"));
+    downstream.plan(Script::with_lines(
+        200,
+        "content-type: text/plain\r\n",
+        "done\u{1b}[2J\n",
+    ));
     let text = submit(&ledger, "pay.charge", "b", &["--json"]).await;
     ends(&text, 0, &[]);
     let document: Value = serde_json::from_str(&text.stdout).unwrap();

@@ -10,7 +10,7 @@ use serde_json::Value;
 
 use crate::support::client::Answer;
 use crate::support::contract::contract;
-use crate::support::downstream::Downstream;
+use crate::support::downstream::{Downstream, Script};
 use crate::support::{Ledger, Setup, until};
 
 /// Every route of the sources, as the calls of `.route("…", …)` name them.
@@ -246,6 +246,7 @@ async fn the_service_describes_and_watches_itself_without_a_credential() {
 #[tokio::test]
 async fn whatever_comes_of_a_downstream_is_answered_as_it_is_described() {
     let peer = Downstream::start().await;
+    peer.answers(|_| Script::new().close());
     let ledger = Ledger::with(Setup {
         config: format!(
             "{PEER}\n[downstreams.peer]\nurl = \"http://{}/base\"\n{ROUTES}",
@@ -277,7 +278,7 @@ async fn whatever_comes_of_a_downstream_is_answered_as_it_is_described() {
     // Answered, replayed, and refused under another request.
     let lines =
         "location: /charges/1\r\nx-total: 3\r\nx-other: 4\r\nset-cookie: a=b\r\ncontent-type: application/json\r\n";
-    peer.answers("201 Created", lines, r#"{"id":"ch_1"}"#);
+    peer.plan(Script::with_lines(201, lines, r#"{"id":"ch_1"}"#));
     let first = charge("paid", r#"{"amount":1}"#).await;
     assert_eq!(
         (first.status, first.header("x-total"), first.header("x-other")),
@@ -290,25 +291,29 @@ async fn whatever_comes_of_a_downstream_is_answered_as_it_is_described() {
     charge("paid", r#"{"amount":2}"#).await.is(422, "fingerprint-mismatch");
     assert_eq!(receipt("paid").await.body, first.body);
     assert_eq!(agent.operation("paid").await["external_reference"], "ch_1");
-    peer.answers("402 Payment Required", "content-type: text/plain\r\n", "no money");
+    peer.plan(Script::with_lines(402, "content-type: text/plain\r\n", "no money"));
     let refused = charge("refused", "{}").await;
     assert_eq!((refused.status, refused.header("operation-state")), (402, "failed"));
 
     // Safe requests keep what an answer has, and are nobody's operation.
-    peer.answers(
-        "200 OK",
+    peer.plan(Script::with_lines(
+        200,
         "x-other: 4\r\nset-cookie: a=b\r\ncontent-type: text/plain\r\n",
         "hello",
-    );
+    ));
     let passed = agent.get("/v1/proxy/peer/charges/1?x=y").await.succeeded();
     assert_eq!((passed.header("x-other"), passed.header("operation-id")), ("4", ""));
-    peer.answers("200 OK", "", "hello");
+    peer.plan(Script::with_lines(200, "", "hello"));
     let head = agent.send("HEAD", "/v1/proxy/peer", &[], "").await.succeeded();
     assert_eq!(head.header("content-length"), "5");
     agent.get("/v1/proxy/peer/").await.is(502, "downstream-failed");
 
     // Too large to store.
-    peer.answers("200 OK", "content-type: text/plain\r\n", &"x".repeat(100));
+    peer.plan(Script::with_lines(
+        200,
+        "content-type: text/plain\r\n",
+        "x".repeat(100),
+    ));
     assert_eq!(charge("large", "{}").await.body.len(), 100);
     let left = charge("large", "{}").await.is(410, "response-not-stored");
     assert_eq!(left.json()["response"]["size"], 100);
@@ -346,7 +351,7 @@ async fn whatever_comes_of_a_downstream_is_answered_as_it_is_described() {
     // Undone.
     let undo = r#"{"version":2,"reason":"cancelled"}"#;
     decide("refused", "compensate", undo).await.is(409, "state-conflict");
-    peer.answers("204 No Content", "", "");
+    peer.plan(Script::with_lines(204, "", ""));
     let undone = decide("paid", "compensate", undo).await.succeeded().json();
     assert_eq!(undone["links"][0]["operation_id"], "paid:compensation");
     until("it is undone", async || {
@@ -358,9 +363,13 @@ async fn whatever_comes_of_a_downstream_is_answered_as_it_is_described() {
     assert_eq!(listed["operations"][0]["links"], undone["links"]);
 
     // What has succeeded, and could not be undone, has succeeded.
-    peer.answers("201 Created", "content-type: application/json\r\n", r#"{"id":"ch_2"}"#);
+    peer.plan(Script::with_lines(
+        201,
+        "content-type: application/json\r\n",
+        r#"{"id":"ch_2"}"#,
+    ));
     let stands = charge("stands", "{}").await;
-    peer.answers("402 Payment Required", "", "too late");
+    peer.plan(Script::with_lines(402, "", "too late"));
     decide("stands", "compensate", undo).await.succeeded();
     until("the reversal is refused", async || {
         agent.operation("stands").await["state"] == "needs_reconciliation"
@@ -384,7 +393,7 @@ async fn whatever_comes_of_a_downstream_is_answered_as_it_is_described() {
             .submit_with(id, "order.charge", r#"{"charge":{"amount":1}}"#, lines)
             .await
     };
-    peer.answers("201 Created", "content-type: text/plain\r\n", "charged");
+    peer.plan(Script::with_lines(201, "content-type: text/plain\r\n", "charged"));
     assert_eq!(submit("kind", &[]).await.body, "charged");
     assert!(submit("kind", &[]).await.is_replay());
     assert_eq!(receipt("kind").await.body, "charged");
@@ -393,7 +402,7 @@ async fn whatever_comes_of_a_downstream_is_answered_as_it_is_described() {
     let plan = r#"{"operation_id":"plan","kind":"order.charge","payload":{"charge":1},"mode":"plan"}"#;
     let planned = agent.post("/v1/operations", plan).await.is(400, "payload-invalid");
     assert_eq!(planned.json()["pointer"], "/mode");
-    peer.answers("200 OK", "", "");
+    peer.plan(Script::with_lines(200, "", ""));
     assert_eq!(submit("later", &[("prefer", "respond-async")]).await.status, 202);
     until("it is settled", async || {
         agent.operation("later").await["state"] == "succeeded"

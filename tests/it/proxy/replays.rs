@@ -264,7 +264,8 @@ async fn the_fingerprint_covers_the_whole_target_the_type_and_the_body() {
     };
     let account = ("x-account", "7");
     send("POST", "pay/a/1?x=1", &[JSON, account], json).await.succeeded();
-    let others: [(&str, &str, &[(&str, &str)], &str); 12] = [
+    type Lines<'a> = &'a [(&'a str, &'a str)];
+    let others: [(&str, &str, Lines<'_>, &str); 12] = [
         ("POST", "pay/a/2?x=1", &[JSON, account], json),
         ("POST", "pay/a/1?x=2", &[JSON, account], json),
         ("POST", "pay/a/1", &[JSON, account], json),
