@@ -7,6 +7,7 @@
 mod attempt;
 mod book;
 mod decide;
+mod places;
 mod proof;
 mod recover;
 pub mod resolve;
@@ -25,7 +26,7 @@ use uuid::Uuid;
 
 use self::attempt::{Attempt, Reply};
 use self::book::{Book, Claim, Unwritten};
-use self::recover::TakingUp;
+use self::places::{Doubts, Place, Places};
 use super::intake::refusal;
 use super::outcome::{Known, Outcome, Refusal};
 use super::replays::Replays;
@@ -90,7 +91,12 @@ pub struct Perform {
     pub instance: Uuid,
     declared: RwLock<Declared>,
     book: Arc<Book>,
-    taking_up: TakingUp,
+    /// A sweep must not come upon what a timer has woken, or what takes long.
+    taking_up: Places,
+    /// From a claim to the moment at which it is known to stand or not: until then nobody else here may claim the id.
+    claiming: Places,
+    /// Claims that may still arrive at the database although nobody waits for them.
+    doubts: Doubts,
     /// Nothing that is due later is waited for.
     stop: CancellationToken,
     retention: Duration,
@@ -115,7 +121,9 @@ impl Perform {
             instance,
             declared: RwLock::new(settings.declared),
             book,
-            taking_up: TakingUp::default(),
+            taking_up: Places::default(),
+            claiming: Places::default(),
+            doubts: Doubts::default(),
             stop: CancellationToken::new(),
             retention: settings.retention,
         })
@@ -288,6 +296,11 @@ impl Perform {
             attempt: 1,
             instance: self.instance,
         };
+        let Some(place) = self.claiming.enter(&forward.tenant, &forward.id) else {
+            ready.give_back();
+            let operation = Known::forwarded(&forward, None);
+            return drop(reply.send(Ok(Delivered::Known(Outcome::InProgress { operation }))));
+        };
         let claimed = match self.book.claim(forward.clone()).await {
             Ok(Claim::Won { asked }) => asked,
             Ok(Claim::Lost(operation)) => {
@@ -303,13 +316,15 @@ impl Perform {
             Err(unwritten) => {
                 drop(reply.send(Err(refused(&unwritten))));
                 if matches!(unwritten, Unwritten::Unclear(_)) {
-                    Box::pin(self.disown(&forward, fence)).await;
+                    Box::pin(self.disown(&forward, fence, place)).await;
                 }
                 return;
             }
         };
+        self.doubts.end(&forward.tenant, &forward.id);
+        drop(place);
         let attempt = Attempt {
-            perform: self,
+            perform: self.clone(),
             forward: forward.clone(),
             downstream,
             route,
@@ -336,25 +351,58 @@ impl Perform {
     /// A claim whose commit was not confirmed: nothing was sent, and nobody must believe that something was. Taken back
     /// until it is gone, or cannot be on its way to the database any more: what a broken network holds back may arrive
     /// after the connection has been given up. Should this process stop before, the claim lapses.
-    async fn disown(&self, forward: &Forward, fence: Fence) {
-        const LONGEST: Duration = Duration::from_secs(10);
+    ///
+    /// A later claim of this process looks the same, and must not be taken back in its stead when its request has been sent.
+    /// So nobody here claims the id before the database has said what is there; and once somebody has claimed it, nothing
+    /// can arrive any more.
+    async fn disown(&self, forward: &Forward, fence: Fence, place: Place<'_>) {
+        let (tenant, id) = (&forward.tenant, &forward.id);
+        let mut pause = Pause::default();
+        let may_arrive = loop {
+            pause.wait().await;
+            let looked = self
+                .write(async |session| {
+                    // A commit that is under way shows its row to nobody, but whoever would insert the same one waits.
+                    let was_free = forward::claim_all(session, tenant, self.instance, LIMITS.lock, &[forward]).await?;
+                    forward::withdraw(session, tenant, id, fence).await?;
+                    Ok(!was_free.is_empty())
+                })
+                .await;
+            match looked {
+                Ok(may_arrive) => break may_arrive,
+                Err(error) => warn_of_doubt(id, &error),
+            }
+        };
+        if may_arrive {
+            self.doubts.begin(tenant, id);
+            drop(place);
+            self.expect_late(forward, fence).await;
+        }
+    }
+
+    /// Takes a claim back that may still arrive, while nobody else here claims the id.
+    async fn expect_late(&self, forward: &Forward, fence: Fence) {
+        let (tenant, id) = (&forward.tenant, &forward.id);
         let give_up_at = Instant::now() + ARRIVES_WITHIN;
-        let mut delay = Duration::from_millis(100);
-        let mut may_arrive = true;
-        while may_arrive {
-            tokio::time::sleep(delay).await;
+        let mut pause = Pause::default();
+        while Instant::now() < give_up_at && !self.tasks.is_closed() {
+            pause.wait().await;
+            let Some(_place) = self.claiming.enter(tenant, id) else {
+                continue;
+            };
+            if !self.doubts.stands(tenant, id) {
+                return;
+            }
             let withdrawn = self
-                .write(async |session| forward::withdraw(session, &forward.tenant, &forward.id, fence).await)
+                .write(async |session| forward::withdraw(session, tenant, id, fence).await)
                 .await;
             match withdrawn {
-                Ok(true) => return,
-                Ok(false) => may_arrive = Instant::now() < give_up_at && !self.tasks.is_closed(),
-                Err(error) => {
-                    tracing::warn!(operation.id = %forward.id, error = %error, "cannot take an unconfirmed claim back yet");
-                }
+                Ok(true) => break,
+                Ok(false) => {}
+                Err(error) => warn_of_doubt(id, &error),
             }
-            delay = (delay * 2).min(LONGEST);
         }
+        self.doubts.end(tenant, id);
     }
 
     /// Adds to the history of an operation, whatever its state and version are by now. Evidence that cannot be stored is
@@ -394,6 +442,26 @@ impl Perform {
         session.commit().await?;
         Ok(value)
     }
+}
+
+/// Between two looks at what is in doubt.
+struct Pause(Duration);
+
+impl Default for Pause {
+    fn default() -> Self {
+        Self(Duration::from_millis(100))
+    }
+}
+
+impl Pause {
+    async fn wait(&mut self) {
+        tokio::time::sleep(self.0).await;
+        self.0 = (self.0 * 2).min(Duration::from_secs(10));
+    }
+}
+
+fn warn_of_doubt(id: &OperationId, error: &DatabaseError) {
+    tracing::warn!(operation.id = %id, error = %error, "cannot take an unconfirmed claim back yet");
 }
 
 /// What a configuration declares.

@@ -37,6 +37,13 @@ impl Error {
         }
     }
 
+    /// Whether the server has refused the statement: then nothing of its transaction stands. If the connection was lost
+    /// instead, or the server goes down, a commit may stand or not.
+    pub fn is_refused(&self) -> bool {
+        self.sqlstate()
+            .is_some_and(|code| !code.starts_with("08") && !code.starts_with("57P"))
+    }
+
     /// Which kind of trouble this is.
     pub fn trouble(&self) -> Trouble {
         match &self.source {

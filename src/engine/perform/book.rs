@@ -177,7 +177,7 @@ async fn write(book: Arc<Book>) {
             Err(error) => {
                 kept = None;
                 log(&error, group.len());
-                one_by_one(&book, group, error.trouble()).await;
+                one_by_one(&book, group, &error).await;
             }
         }
     }
@@ -191,12 +191,14 @@ fn apart(group: Vec<Entry>) -> (Vec<Entry>, Vec<Entry>) {
     (first, later)
 }
 
-/// One entry that cannot be written must not keep the others from it.
-async fn one_by_one(book: &Book, group: Vec<Entry>, trouble: Trouble) {
-    let alone = group.len() == 1;
+/// One entry that cannot be written must not keep the others from it. That is only so for what the server has refused:
+/// if the connection was lost, the whole group is in doubt. A claim that stands after all would meet itself then, and be
+/// taken for a rival's that somebody sends.
+async fn one_by_one(book: &Book, group: Vec<Entry>, error: &Error) {
+    let together = group.len() == 1 || !error.is_refused();
     for entry in group {
-        if alone {
-            fail(entry, trouble);
+        if together {
+            fail(entry, error.trouble());
             continue;
         }
         let entry = vec![entry];

@@ -3,8 +3,7 @@
 //!
 //! Any process may do any of it at any time: each step is guarded by the state and version it has seen.
 
-use std::collections::HashSet;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
 
 use tokio::time::Instant;
@@ -25,38 +24,6 @@ use crate::postgres::error::Error;
 
 /// Longest pause between two look-ups that brought nothing.
 const LONGEST_PAUSE: Duration = Duration::from_secs(600);
-
-/// Operations that are being taken up here: a sweep must not come upon one that a timer has woken, or that takes long.
-#[derive(Debug, Default)]
-pub(super) struct TakingUp(Mutex<HashSet<(Tenant, OperationId)>>);
-
-/// Left when it is dropped.
-struct Place<'a> {
-    of: &'a TakingUp,
-    key: (Tenant, OperationId),
-}
-
-impl TakingUp {
-    fn enter(&self, tenant: &Tenant, id: &OperationId) -> Option<Place<'_>> {
-        let key = (tenant.clone(), id.clone());
-        let entered = self
-            .0
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .insert(key.clone());
-        entered.then_some(Place { of: self, key })
-    }
-}
-
-impl Drop for Place<'_> {
-    fn drop(&mut self) {
-        self.of
-            .0
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .remove(&self.key);
-    }
-}
 
 /// A stored operation with what its downstream declares today.
 struct Case {
