@@ -11,6 +11,7 @@ mod places;
 mod proof;
 mod recover;
 pub mod resolve;
+mod undo;
 
 use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard};
 use std::time::Duration;

@@ -3,10 +3,12 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use tokio::sync::oneshot;
 use tokio::time::Instant;
 
 use super::Perform;
 use super::attempt::Attempt;
+use super::undo::{Begun, Undoing};
 use crate::engine::intake::refusal;
 use crate::engine::outcome::{Known, Refusal};
 use crate::ledger::compensation;
@@ -280,52 +282,41 @@ impl Perform {
                 cause: not_sent.to_string(),
             })
         })?;
-        let seen = seen(operation);
-        let receipt = Receipt::gave_up(described(operation), "its outcome was unknown, and it is being undone");
         let fence = Fence {
             attempt: 1,
             instance: self.instance,
         };
-        let asked = Instant::now();
-        let begun = self
-            .write(async |session| {
-                let claimed = forward::claim_all(
-                    session,
-                    &reversal.tenant,
-                    self.instance,
-                    super::LIMITS.lock,
-                    &[&reversal],
-                )
-                .await?;
-                if claimed.is_empty() {
-                    return Ok(Begun::Exists);
-                }
-                if !compensation::begin(session, &operation.id, seen, &reversal, &receipt, note).await? {
-                    forward::withdraw(session, &reversal.tenant, &reversal.id, fence).await?;
-                    return Ok(Begun::Changed);
-                }
-                Ok(Begun::Claimed)
-            })
-            .await?;
-        match begun {
-            Begun::Claimed => {}
-            Begun::Exists => return Err(no_reversal("its reversal exists already; decide about that one")),
-            Begun::Changed => return Err(changed(operation)),
-        }
-        let attempt = Attempt {
-            perform: self.clone(),
-            forward: Arc::new(reversal),
-            downstream,
-            route: its_route,
-            fence,
-            claimed: asked,
-            age: Duration::ZERO,
-            since_first_send: Duration::ZERO,
-            repeated: false,
-            earlier_attempts: 0,
+        let undoing = Undoing {
+            operation: operation.clone(),
+            seen: seen(operation),
+            receipt: Receipt::gave_up(described(operation), "its outcome was unknown, and it is being undone"),
+            attempt: Attempt {
+                perform: self.clone(),
+                forward: Arc::new(reversal),
+                downstream,
+                route: its_route,
+                fence,
+                claimed: Instant::now(),
+                age: Duration::ZERO,
+                since_first_send: Duration::ZERO,
+                repeated: false,
+                earlier_attempts: 0,
+            },
+            event: note.event.to_owned(),
+            actor: note.actor.to_owned(),
+            reason: note.reason.to_owned(),
+            evidence: note.evidence.map(str::to_owned),
         };
-        self.tasks.spawn(attempt.run(ready, None));
-        Ok(())
+        let (told, begun) = oneshot::channel();
+        self.tasks.spawn(undoing.run(ready, told));
+        match begun.await {
+            Ok(Ok(Begun::Claimed)) => Ok(()),
+            Ok(Ok(Begun::Exists)) => Err(no_reversal("its reversal exists already; decide about that one")),
+            Ok(Ok(Begun::Changed)) => Err(changed(operation)),
+            Ok(Err(error)) => Err(error.into()),
+            // Only stopping ends it early.
+            Err(_) => Err(NotResolved::Refused(Refusal::Stopping)),
+        }
     }
 
     /// The declared reversal, filled from the operation's answer.
@@ -396,12 +387,6 @@ impl Perform {
 
 /// How long a request to a downstream that is not configured any more may be on its way.
 const UNDECLARED_IN_FLIGHT: Duration = Duration::from_secs(600);
-
-enum Begun {
-    Claimed,
-    Exists,
-    Changed,
-}
 
 /// A declared call as it is stored and sent.
 pub fn call_request(downstream: &Downstream, call: &Call, values: &Values<'_>) -> Result<forward::Request, String> {

@@ -1,0 +1,116 @@
+//! The beginning of a reversal: claimed together with the operation that it undoes, and then sent.
+//!
+//! On a task of its own. Neither a caller that hangs up nor a commit in doubt may leave a reversal behind that is claimed
+//! and that nobody sends: the operation would be "being undone" for ever.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use tokio::sync::oneshot;
+
+use super::attempt::Attempt;
+use super::{LIMITS, Perform};
+use crate::ledger::compensation;
+use crate::ledger::forward::{self, Forward};
+use crate::ledger::operation::Operation;
+use crate::ledger::plan::{self, Seen};
+use crate::ledger::receipt::Receipt;
+use crate::ledger::reconciliation::Note;
+use crate::outbound::send::Ready;
+use crate::postgres::error::Error;
+
+/// What came of it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Begun {
+    /// It is claimed, and its operation is being undone.
+    Claimed,
+    /// There is one already.
+    Exists,
+    /// The operation is not as it was seen.
+    Changed,
+}
+
+pub struct Undoing {
+    pub operation: Operation,
+    pub seen: Seen,
+    /// What an unknown operation's callers are told from now on.
+    pub receipt: Receipt,
+    /// The reversal's first.
+    pub attempt: Attempt,
+    pub event: String,
+    pub actor: String,
+    pub reason: String,
+    pub evidence: Option<String>,
+}
+
+impl Undoing {
+    /// Tells what came of the claim, and sends if there is one.
+    pub async fn run(self, ready: Ready, told: oneshot::Sender<Result<Begun, Error>>) {
+        let perform = self.attempt.perform.clone();
+        let reversal = self.attempt.forward.clone();
+        let Some(place) = perform.claiming.enter(&reversal.tenant, &reversal.id) else {
+            return drop(told.send(Ok(Begun::Exists)));
+        };
+        let claimed = match self.begin(&perform, &reversal).await {
+            Ok(begun) => {
+                drop(told.send(Ok(begun)));
+                begun == Begun::Claimed
+            }
+            Err(error) => {
+                drop(told.send(Err(error)));
+                self.stands(&perform, &reversal).await
+            }
+        };
+        drop(place);
+        if claimed {
+            self.attempt.run(ready, None).await;
+        }
+    }
+
+    async fn begin(&self, perform: &Perform, reversal: &Forward) -> Result<Begun, Error> {
+        let note = Note {
+            event: &self.event,
+            actor: &self.actor,
+            reason: &self.reason,
+            evidence: self.evidence.as_deref(),
+        };
+        let (tenant, instance) = (&reversal.tenant, perform.instance);
+        perform
+            .write(async |session| {
+                let claimed = forward::claim_all(session, tenant, instance, LIMITS.lock, &[reversal]).await?;
+                if claimed.is_empty() {
+                    return Ok(Begun::Exists);
+                }
+                let parent = &self.operation.id;
+                if !compensation::begin(session, parent, self.seen, reversal, &self.receipt, note).await? {
+                    forward::withdraw(session, tenant, &reversal.id, self.attempt.fence).await?;
+                    return Ok(Begun::Changed);
+                }
+                Ok(Begun::Claimed)
+            })
+            .await
+    }
+
+    /// Whether a claim stands whose commit was not confirmed; asked until the database says so.
+    async fn stands(&self, perform: &Arc<Perform>, reversal: &Forward) -> bool {
+        let (tenant, fence) = (&reversal.tenant, self.attempt.fence);
+        let mut delay = Duration::from_millis(100);
+        loop {
+            tokio::time::sleep(delay).await;
+            delay = (delay * 2).min(Duration::from_secs(10));
+            let stands = perform
+                .write(async |session| {
+                    // The lost commit has changed this row as well: whoever locks it waits until that has ended.
+                    plan::hold(session, tenant, &self.operation.id, fence).await?;
+                    plan::hold(session, tenant, &reversal.id, fence).await
+                })
+                .await;
+            match stands {
+                Ok(stands) => return stands,
+                Err(error) => {
+                    tracing::warn!(operation.id = %reversal.id, error = %error, "cannot tell yet whether the reversal has begun");
+                }
+            }
+        }
+    }
+}
