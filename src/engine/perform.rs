@@ -406,9 +406,17 @@ impl Perform {
         self.doubts.end(tenant, id);
     }
 
-    /// Adds to the history of an operation, whatever its state and version are by now. Evidence that cannot be stored is
-    /// logged.
-    async fn add_evidence(&self, tenant: &Tenant, id: &OperationId, event: &str, reason: &str, evidence: &str) {
+    /// Adds to the history of an operation, whatever its state and version are by now. If it is unknown, recovery goes on
+    /// after `due`. Evidence that cannot be stored is logged.
+    async fn add_evidence(
+        &self,
+        tenant: &Tenant,
+        id: &OperationId,
+        due: Option<Duration>,
+        event: &str,
+        reason: &str,
+        evidence: &str,
+    ) {
         let actor = self.actor();
         let note = Note {
             event,
@@ -425,7 +433,7 @@ impl Perform {
                 version: operation.version,
             };
             let added = self
-                .write(async |session| reconciliation::learn(session, tenant, id, seen, None, note).await)
+                .write(async |session| reconciliation::learn(session, tenant, id, seen, due, note).await)
                 .await;
             if matches!(added, Ok(true)) {
                 return;

@@ -323,7 +323,14 @@ impl Attempt {
             .to_string();
             let reason = "an answer came after the claim was lost; it changes nothing";
             perform
-                .add_evidence(&forward.tenant, &forward.id, "late_answer", reason, &evidence)
+                .add_evidence(
+                    &forward.tenant,
+                    &forward.id,
+                    self.recovery(),
+                    "late_answer",
+                    reason,
+                    &evidence,
+                )
                 .await;
             // A stream that ends well would say that this answer is the operation's.
             caller.cut();
@@ -358,7 +365,14 @@ impl Attempt {
                     let evidence = serde_json::json!({ "attempt": self.fence.attempt, "cause": cause }).to_string();
                     let reason = "an attempt ended after its claim was lost; it changes nothing";
                     perform
-                        .add_evidence(&forward.tenant, &forward.id, "late_end", reason, &evidence)
+                        .add_evidence(
+                            &forward.tenant,
+                            &forward.id,
+                            self.recovery(),
+                            "late_end",
+                            reason,
+                            &evidence,
+                        )
                         .await;
                     break;
                 }
@@ -437,6 +451,11 @@ impl Attempt {
             // These two lead elsewhere.
             Next::Settle { .. } | Next::ReadBack => Ok(true),
         }
+    }
+
+    /// What has come too late to decide anything must not keep the unknown from being recovered, either.
+    fn recovery(&self) -> Option<Duration> {
+        decide::recovery(&self.route, self.standing(), jitter())
     }
 
     fn standing(&self) -> Standing {
