@@ -301,7 +301,10 @@ impl Attempt {
             replayed: false,
         }
         .since(asked);
-        self.perform.replays.keep(&self.forward.tenant, &outcome);
+        // What can be undone is always read: another process may have undone it, and the state says so.
+        if self.route.compensation.is_none() {
+            self.perform.replays.keep(&self.forward.tenant, &outcome);
+        }
         caller.end(outcome);
     }
 
