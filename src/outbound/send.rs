@@ -26,6 +26,9 @@ use super::http1::Http1;
 use super::http2::Download;
 use super::pool::{Line, Pool};
 
+/// RFC 9110, 15: beyond are no classes.
+const HIGHEST_STATUS: u16 = 599;
+
 /// A request as it will be sent.
 #[derive(Debug, Clone)]
 pub struct Request {
@@ -205,6 +208,11 @@ impl Ready {
             sent => sent,
         };
         match sent {
+            // The parser takes any three digits; no receipt could have it, and no caller could tell what it means.
+            Ok((head, _)) if head.status().as_u16() > HIGHEST_STATUS => {
+                let cause = format!("its status, {}, is none of HTTP's", head.status().as_u16());
+                Err(Unknown::new("head", cause).into())
+            }
             Ok((head, from)) => Ok(Answer {
                 status: head.status(),
                 headers: headers::end_to_end(head.headers()),
