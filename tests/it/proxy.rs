@@ -59,11 +59,11 @@ impl Bench {
     }
 
     fn agent(&self) -> Client {
-        self.ledger.agent().unchecked()
+        self.ledger.agent()
     }
 
     fn operator(&self) -> Client {
-        self.ledger.client("operator").unchecked()
+        self.ledger.client("operator")
     }
 
     async fn post(&self, key: &str, path: &str, body: &str) -> Answer {

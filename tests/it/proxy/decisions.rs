@@ -32,7 +32,6 @@ async fn only_an_operator_of_the_tenant_decides_and_only_about_what_they_have_se
         bench
             .ledger
             .client(role)
-            .unchecked()
             .resolve("k", failed.clone())
             .await
             .is(403, "forbidden");

@@ -183,7 +183,7 @@ async fn no_more_requests_are_under_way_than_the_downstream_may_get() {
     let mut refused = Vec::new();
     for _ in 0..5 {
         let (key, answer) = senders.join_next().await.unwrap().unwrap();
-        answer.is(502, "downstream-unreachable");
+        answer.is(429, "rate-limited");
         refused.push(key);
     }
     assert_eq!(bench.pay.count(), 3);

@@ -284,12 +284,16 @@ async fn with_a_downstream_that_keeps_its_keys_every_operation_has_one_effect() 
     bench.pay.answers(move |request| {
         let mut book = book.lock().unwrap();
         let effects = book.len();
-        let effect = *book.entry(request.header("x-idem").to_owned()).or_insert(effects);
-        let answer = Script::answer(200, format!("{{\"effect\":{effect}}}"));
-        if request.number % 2 == 0 {
+        let mut is_lost = false;
+        let key = request.header("x-idem").to_owned();
+        let effect = *book.entry(key).or_insert_with(|| {
+            is_lost = effects.is_multiple_of(2);
+            effects
+        });
+        if is_lost {
             Script::new().reset()
         } else {
-            answer
+            Script::answer(200, format!("{{\"effect\":{effect}}}"))
         }
     });
     let mut senders = tokio::task::JoinSet::new();

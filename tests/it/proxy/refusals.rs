@@ -18,7 +18,7 @@ async fn a_refusal_of_ours_is_never_a_result() {
         .await
         .is(401, "unauthenticated");
     for role in ["operator", "admin", "approver"] {
-        let other = bench.ledger.client(role).unchecked();
+        let other = bench.ledger.client(role);
         other.send("POST", target, &lines, "{}").await.is(403, "forbidden");
     }
     agent

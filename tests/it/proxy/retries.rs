@@ -158,7 +158,7 @@ async fn what_turns_out_not_to_be_sent_after_the_claim_is_tried_again_or_fails_w
             sql: String::new(),
         })
         .await;
-        let agent = ledger.agent().unchecked();
+        let agent = ledger.agent();
         let mut holder = PgConnection::connect(&ledger.owner_url).await.unwrap();
         sqlx::raw_sql("begin; lock table ledger.operations in share mode")
             .execute(&mut holder)

@@ -121,7 +121,7 @@ async fn a_database_that_restarts_meanwhile_costs_no_answer() {
     let pay = Downstream::start().await;
     let (_directory, config) = write_config(&format!("{}{}", super::SWEEPS, pay.config("pay", "")));
     let running = serve(&config, &victim.server.url("opledger", "proxied")).await;
-    let agent = Client::new(running.address, &key).unchecked();
+    let agent = Client::new(running.address, &key);
     let gate = Gate::new();
     let waits = gate.clone();
     pay.answers(move |_| {

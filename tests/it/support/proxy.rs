@@ -2,11 +2,12 @@
 //!
 //! It reads just enough of the wire protocol to see a client's messages: a start-up message, then one type byte and a
 //! length each. `commit` comes as a simple query, so no prepared statement hides it; what a transaction does is known from
-//! the statements it binds, whose texts were sent when they were prepared.
+//! the statements it binds, whose texts were sent when they were prepared. A statement that commits by itself does so when
+//! its `Sync` comes.
 
 mod hold;
 
-use std::collections::VecDeque;
+use std::collections::{HashMap, VecDeque};
 use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -50,6 +51,8 @@ struct Network {
     latency_ms: AtomicU64,
     flowing: watch::Sender<bool>,
     planned: Mutex<VecDeque<Cut>>,
+    /// The same for statements with this text.
+    statements: Mutex<(&'static str, VecDeque<Cut>)>,
     made: AtomicU64,
     stops: Mutex<Vec<Waiting>>,
 }
@@ -63,6 +66,7 @@ impl Proxy {
             latency_ms: AtomicU64::new(0),
             flowing: watch::Sender::new(true),
             planned: Mutex::default(),
+            statements: Mutex::default(),
             made: AtomicU64::new(0),
             stops: Mutex::default(),
         });
@@ -105,6 +109,11 @@ impl Proxy {
         let (waiting, held) = hold::plan(stop);
         self.network.stops.lock().unwrap().push(waiting);
         held
+    }
+
+    /// Plans what becomes of the next statements that have this in their text and commit by themselves.
+    pub fn plan_statements(&self, text: &'static str, cuts: impl IntoIterator<Item = Cut>) {
+        *self.network.statements.lock().unwrap() = (text, cuts.into_iter().collect());
     }
 
     /// Cuts made so far.
@@ -163,6 +172,7 @@ async fn up(
     let mut flowing = network.flowing.subscribe();
     let mut unread = BytesMut::new();
     let mut started = false;
+    let mut statements = Statements::default();
     loop {
         if client.read_buf(&mut unread).await? == 0 {
             return Ok(());
@@ -175,6 +185,10 @@ async fn up(
             }
             let cut = if is_commit(&message) {
                 network.planned.lock().unwrap().pop_front()
+            } else if let Some(text) = statements.synced(&message) {
+                let mut planned = network.statements.lock().unwrap();
+                let is_planned = !planned.1.is_empty() && text.contains(planned.0);
+                if is_planned { planned.1.pop_front() } else { None }
             } else {
                 None
             };
@@ -229,6 +243,35 @@ fn next_message(unread: &mut BytesMut, started: &mut bool) -> Option<BytesMut> {
     }
     *started = true;
     Some(unread.split_to(whole))
+}
+
+/// The statements that a connection has prepared, by name, and the one that it runs.
+#[derive(Default)]
+struct Statements {
+    texts: HashMap<Vec<u8>, String>,
+    bound: Option<String>,
+}
+
+impl Statements {
+    /// The text of the statement that this message ends, if it ends one.
+    fn synced(&mut self, message: &[u8]) -> Option<String> {
+        let mut strings = message.get(5..).unwrap_or_default().split(|byte| *byte == 0);
+        match message.first() {
+            Some(b'P') => {
+                let (name, text) = (strings.next()?, strings.next()?);
+                self.texts
+                    .insert(name.to_vec(), String::from_utf8_lossy(text).into_owned());
+                None
+            }
+            Some(b'B') => {
+                let (_portal, name) = (strings.next()?, strings.next()?);
+                self.bound = self.texts.get(name).cloned();
+                None
+            }
+            Some(b'S') => self.bound.take(),
+            _ => None,
+        }
+    }
 }
 
 /// Whether a simple query commits.
