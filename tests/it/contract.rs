@@ -309,11 +309,7 @@ async fn whatever_comes_of_a_downstream_is_answered_as_it_is_described() {
     agent.get("/v1/proxy/peer/").await.is(502, "downstream-failed");
 
     // Too large to store.
-    peer.plan(Script::with_lines(
-        200,
-        "content-type: text/plain\r\n",
-        "x".repeat(100),
-    ));
+    peer.plan(Script::with_lines(200, "content-type: text/plain\r\n", "x".repeat(100)));
     assert_eq!(charge("large", "{}").await.body.len(), 100);
     let left = charge("large", "{}").await.is(410, "response-not-stored");
     assert_eq!(left.json()["response"]["size"], 100);

@@ -191,8 +191,8 @@ fn only_the_configuration_reads_the_environment() {
 #[test]
 fn only_problems_become_error_statuses() {
     let names_status = |source: &Source| source.names("StatusCode");
-    // The command line is a client, and so is the way out: they read statuses.
-    let reading = ["http", "cli", "outbound", "engine"];
+    // The command line is a client, and so is the way out: they read statuses. The sandbox is another service.
+    let reading = ["http", "cli", "outbound", "engine", "sandbox"];
     // Which of a downstream's answers are passing trouble is a setting.
     let elsewhere = breaking(|source| {
         let is_setting = source.is("config/downstreams/route.rs");
@@ -221,7 +221,7 @@ fn only_problems_become_error_statuses() {
     ];
     let statuses = breaking(|source| {
         // Not being ready is an answer of the readiness check, and no error.
-        source.layer() != "cli"
+        !["cli", "sandbox"].contains(&source.layer())
             && !source.is("config/downstreams/route.rs")
             && !source.is("http/problem.rs")
             && !source.is("http/health.rs")
@@ -233,4 +233,25 @@ fn only_problems_become_error_statuses() {
         !source.is("http/problem.rs") && converts
     });
     assert!(conversions.is_empty(), "{conversions:?}");
+}
+
+#[test]
+fn the_sandbox_knows_nothing_of_the_ledger() {
+    let knowing = breaking(|source| {
+        source.layer() == "sandbox"
+            && [
+                "cli",
+                "app",
+                "http",
+                "engine",
+                "ledger",
+                "outbound",
+                "postgres",
+                "config",
+                "telemetry",
+            ]
+            .iter()
+            .any(|name| source.text.contains(&format!("crate::{name}")))
+    });
+    assert!(knowing.is_empty(), "what it counts is a second opinion: {knowing:?}");
 }
