@@ -299,18 +299,28 @@ impl Perform {
         };
         let Some(place) = self.claiming.enter(&forward.tenant, &forward.id) else {
             ready.give_back();
-            let operation = Known::forwarded(&forward, None);
-            return drop(reply.send(Ok(Delivered::Known(Outcome::InProgress { operation }))));
+            let told = Box::pin(self.operation(&forward.tenant, &forward.id))
+                .await
+                .map(|found| match found {
+                    Some(operation) => Outcome::of(&operation, &forward.fingerprint),
+                    None => Outcome::InProgress {
+                        operation: Known::forwarded(&forward, None),
+                    },
+                });
+            return drop(reply.send(told.map(Delivered::Known)));
         };
         let claimed = match self.book.claim(forward.clone()).await {
             Ok(Claim::Won { asked }) => asked,
             Ok(Claim::Lost(operation)) => {
                 ready.give_back();
+                // Before the answer: whoever asks again at once must not find it taken.
+                drop(place);
                 let outcome = Outcome::of(&operation, &forward.fingerprint);
                 return drop(reply.send(Ok(Delivered::Known(outcome))));
             }
             Ok(Claim::Contended) => {
                 ready.give_back();
+                drop(place);
                 let operation = Known::forwarded(&forward, None);
                 return drop(reply.send(Ok(Delivered::Known(Outcome::InProgress { operation }))));
             }
