@@ -358,6 +358,15 @@ impl Attempt {
 
     /// Stores what follows from an attempt that brought no final answer, and tells the caller.
     async fn without_answer(self, next: Next, event: &'static str, cause: &str, mut caller: ToCaller) {
+        let perform = self.perform.clone();
+        // A withdrawal whose commit is lost is tried again, and must not find a later claim in place of its own.
+        let place = match next {
+            Next::GiveUp if self.fence.attempt == 1 => {
+                let (tenant, id) = (&self.forward.tenant, &self.forward.id);
+                Some(perform.claiming.entered(tenant, id).await)
+            }
+            Next::Settle { .. } | Next::Wait(_) | Next::GiveUp | Next::Unknown(_) | Next::ReadBack => None,
+        };
         let asked = Instant::now();
         let mut pause = FIRST_PAUSE;
         loop {
@@ -388,6 +397,7 @@ impl Attempt {
                 }
             }
         }
+        drop(place);
         match next {
             Next::Wait(delay) | Next::Unknown(Some(delay)) => self.perform.wake_after(&self.forward, delay),
             Next::Settle { .. } | Next::GiveUp | Next::Unknown(None) | Next::ReadBack => {}

@@ -3,6 +3,7 @@
 
 use std::collections::HashSet;
 use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 
 use crate::ledger::operation_id::OperationId;
 use crate::ledger::tenant::Tenant;
@@ -27,6 +28,16 @@ impl Places {
             .insert(key.clone());
         // Not `then_some`: a place that is made and not given away is left at once, and it is somebody else's.
         entered.then(|| Place { of: self, key })
+    }
+
+    /// Waits until it is free. Whoever is there stays for one look at the database.
+    pub async fn entered(&self, tenant: &Tenant, id: &OperationId) -> Place<'_> {
+        loop {
+            if let Some(place) = self.enter(tenant, id) {
+                return place;
+            }
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
     }
 }
 

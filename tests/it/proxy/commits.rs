@@ -42,12 +42,16 @@ impl Wired {
     }
 }
 
-async fn wired((lines, alone): (&str, bool)) -> Wired {
+async fn wired(form: (&str, bool)) -> Wired {
+    let routes =
+        "[[routes]]\npath = \"/**\"\ncompensation = { method = \"DELETE\", path = \"/made/{operation_id}\" }\n";
+    wired_with(form, routes).await
+}
+
+async fn wired_with((lines, alone): (&str, bool), routes: &str) -> Wired {
     let (database, pay) = (Database::create().await, Downstream::start().await);
     let network = Proxy::before(shared()).await;
     let key = database.keys(TENANT).await["agent"].clone();
-    let routes =
-        "[[routes]]\npath = \"/**\"\ncompensation = { method = \"DELETE\", path = \"/made/{operation_id}\" }\n";
     let (directory, config) = write_config(&format!("{lines}{STILL}{}", pay.config("pay", routes)));
     let running = serve(&config, &network.url("opledger", &database.name)).await;
     let agent = Client::new(running.address, &key);
@@ -288,4 +292,39 @@ async fn a_claim_whose_commit_comes_late_is_taken_back() {
     .await;
     until_answered(&wired.agent, "k").await;
     assert_eq!(wired.pay.count(), 1);
+}
+
+/// A claim that is taken back because nothing was sent, in doubt itself: a later claim is not taken for it.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_withdrawal_whose_commit_is_lost_leaves_a_later_claim_alone() {
+    let mut wired = wired_with(FORMS[0], "[[routes]]\npath = \"/**\"\nretry = { max_attempts = 1 }\n").await;
+    let address = wired.pay.address;
+    let mut holder = wired.database.sql.begin().await.unwrap();
+    sqlx::query("lock table ledger.operations in share mode")
+        .execute(&mut *holder)
+        .await
+        .unwrap();
+    let first = tokio::spawn({
+        let agent = wired.agent.clone();
+        async move { agent.forward("POST", "k", "/k", "{}").await }
+    });
+    let waiting =
+        "select count(*) from pg_stat_activity where datname = current_database() and wait_event_type = 'Lock'";
+    let sql = wired.database.sql.clone();
+    let count = async |query: &'static str| sqlx::query_scalar::<_, i64>(query).fetch_one(&sql).await.unwrap();
+    until("it waits for its claim", async || count(waiting).await == 1).await;
+    // Gone when it is to be sent, and back soon.
+    wired.pay = Downstream::start().await;
+    wired.network.plan([Cut::After]);
+    holder.commit().await.unwrap();
+    until("the withdrawal's answer is lost", async || wired.network.made() == 1).await;
+    wired.pay = Downstream::start_at(address).await;
+    wired.pay.answers(|_| {
+        Script::new()
+            .pause(Duration::from_millis(800))
+            .before(Script::answer(201, "{}"))
+    });
+    until_answered(&wired.agent, "k").await;
+    assert_eq!(wired.pay.sends("/k"), 1);
+    first.await.unwrap().is(502, "downstream-unreachable");
 }

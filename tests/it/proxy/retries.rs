@@ -7,13 +7,13 @@ use sqlx::{Connection, PgConnection};
 
 use super::{Bench, JSON, events};
 use crate::support::downstream::{Downstream, Script};
-use crate::support::{Ledger, Setup, until};
+use crate::support::{Answer, Ledger, Setup, until};
 
 const KEY: &str = "[[routes]]\npath = \"/**\"\nidempotency = \"key\"\nkey_retention = \"24h\"\n\
                    retry = { first_delay = \"50ms\", longest_delay = \"100ms\" }\n";
 
 /// Without waiting for what may still settle.
-async fn at_once(bench: &Bench, key: &str) -> crate::support::Answer {
+async fn at_once(bench: &Bench, key: &str) -> Answer {
     let lines = [("idempotency-key", key), JSON, ("prefer", "wait=0")];
     bench
         .agent()
@@ -146,56 +146,61 @@ async fn a_payload_that_differs_is_refused_while_a_retry_waits() {
 }
 
 /// The connection is there when the operation is claimed, and gone with its peer when it is to be sent.
-#[tokio::test]
-async fn what_turns_out_not_to_be_sent_after_the_claim_is_tried_again_or_leaves_the_id_free() {
-    for (attempts, again) in [(5, true), (1, false)] {
-        let pay = Downstream::start().await;
-        let address = pay.address;
-        let route =
-            format!("[[routes]]\npath = \"/**\"\nretry = {{ max_attempts = {attempts}, first_delay = \"100ms\" }}\n");
-        let ledger = Ledger::with(Setup {
-            config: format!("{}{}", super::SWEEPS, pay.config("pay", &route)),
-            sql: String::new(),
-        })
-        .await;
-        let agent = ledger.agent();
-        let mut holder = PgConnection::connect(&ledger.owner_url).await.unwrap();
-        sqlx::raw_sql("begin; lock table ledger.operations in share mode")
-            .execute(&mut holder)
-            .await
-            .unwrap();
-        let sender = tokio::spawn({
-            let agent = agent.clone();
-            async move { agent.forward("POST", "k", "/x", "{}").await }
-        });
-        until("it waits for its claim", async || {
-            ledger
-                .count("select count(*) from pg_stat_activity where datname = current_database() and wait_event_type = 'Lock'")
-                .await
-                == 1
-        })
-        .await;
-        assert_eq!((pay.connections(), pay.count()), (1, 0), "connected, and nothing sent");
-        drop(pay);
-        until("the downstream is gone", async || {
-            tokio::net::TcpStream::connect(address).await.is_err()
-        })
-        .await;
-        sqlx::raw_sql("commit").execute(&mut holder).await.unwrap();
-        if again {
-            let not_sent = "select count(*) from ledger.history where reason like '%connect%' and state = 'retry_wait'";
-            until("it is known not to be sent", async || ledger.count(not_sent).await >= 1).await;
-            let pay = Downstream::start_at(address).await;
-            sender.await.unwrap().succeeded();
-            let operation = agent.operation("k").await;
-            assert_eq!(operation["state"], "succeeded", "{:?}", events(&operation));
-            assert_eq!((pay.count(), &operation["effects"]), (1, &1.into()));
-        } else {
-            sender.await.unwrap().is(502, "downstream-unreachable");
-            assert_eq!(ledger.count("select count(*) from ledger.operations").await, 0);
-            let pay = Downstream::start_at(address).await;
-            agent.forward("POST", "k", "/x", "{}").await.succeeded();
-            assert_eq!(pay.count(), 1);
-        }
+async fn not_sent_after_its_claim(attempts: u32) -> (Ledger, Downstream, Answer) {
+    let pay = Downstream::start().await;
+    let address = pay.address;
+    let route =
+        format!("[[routes]]\npath = \"/**\"\nretry = {{ max_attempts = {attempts}, first_delay = \"100ms\" }}\n");
+    let ledger = Ledger::with(Setup {
+        config: format!("{}{}", super::SWEEPS, pay.config("pay", &route)),
+        sql: String::new(),
+    })
+    .await;
+    let agent = ledger.agent();
+    let mut holder = PgConnection::connect(&ledger.owner_url).await.unwrap();
+    sqlx::raw_sql("begin; lock table ledger.operations in share mode")
+        .execute(&mut holder)
+        .await
+        .unwrap();
+    let sender = tokio::spawn({
+        let agent = agent.clone();
+        async move { agent.forward("POST", "k", "/x", "{}").await }
+    });
+    let waiting =
+        "select count(*) from pg_stat_activity where datname = current_database() and wait_event_type = 'Lock'";
+    until("it waits for its claim", async || ledger.count(waiting).await == 1).await;
+    assert_eq!((pay.connections(), pay.count()), (1, 0), "connected, and nothing sent");
+    drop(pay);
+    until("the downstream is gone", async || {
+        tokio::net::TcpStream::connect(address).await.is_err()
+    })
+    .await;
+    sqlx::raw_sql("commit").execute(&mut holder).await.unwrap();
+    if attempts > 1 {
+        let not_sent = "select count(*) from ledger.history where reason like '%connect%' and state = 'retry_wait'";
+        until("it is known not to be sent", async || ledger.count(not_sent).await >= 1).await;
+        let pay = Downstream::start_at(address).await;
+        return (ledger, pay, sender.await.unwrap());
     }
+    let answer = sender.await.unwrap();
+    (ledger, Downstream::start_at(address).await, answer)
+}
+
+#[tokio::test]
+async fn what_turns_out_not_to_be_sent_after_the_claim_is_tried_again() {
+    let (ledger, pay, answer) = not_sent_after_its_claim(5).await;
+    answer.succeeded();
+    let operation = ledger.agent().operation("k").await;
+    assert!(events(&operation).contains(&"retry_scheduled"), "{operation}");
+    assert_eq!(operation["effects"], 1);
+    assert_eq!(pay.count(), 1);
+}
+
+#[tokio::test]
+async fn what_was_never_sent_and_has_no_attempt_left_spends_no_key() {
+    let (ledger, pay, answer) = not_sent_after_its_claim(1).await;
+    answer.is(502, "downstream-unreachable");
+    assert_eq!(ledger.count("select count(*) from ledger.operations").await, 0);
+    ledger.agent().forward("POST", "k", "/x", "{}").await.succeeded();
+    assert_eq!(pay.count(), 1);
 }
