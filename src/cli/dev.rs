@@ -44,9 +44,9 @@ pub struct Args {
     /// Address and port to listen on; port 0 takes a free one
     #[arg(long, default_value = "127.0.0.1:8080", value_name = "ADDRESS")]
     listen: SocketAddr,
-    /// Address of the sandbox, a small API to try the proxy against; port 0 takes a free one
-    #[arg(long, default_value = "127.0.0.1:0", value_name = "ADDRESS")]
-    sandbox_listen: SocketAddr,
+    /// Address of the sandbox, a small API to try the proxy against [default: 127.0.0.1:8090, or a free port]
+    #[arg(long, value_name = "ADDRESS")]
+    sandbox_listen: Option<SocketAddr>,
     /// Accounts of the example business
     #[arg(long, default_value_t = 1_000, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=10_000_000))]
     accounts: u32,
@@ -86,12 +86,7 @@ pub async fn run(args: Args) -> anyhow::Result<ExitCode> {
     let mut interrupt = signal(SignalKind::interrupt()).context("cannot listen for SIGINT")?;
     tracing::info!(directory = %options.dir.display(), "starting a private PostgreSQL");
     let mut cluster = Cluster::start(&options)?;
-    let sandbox = sandbox::start(sandbox::Settings {
-        listen: args.sandbox_listen,
-        ..sandbox::Settings::default()
-    })
-    .await
-    .with_context(|| format!("cannot listen on {} for the sandbox", args.sandbox_listen))?;
+    let sandbox = start_sandbox(args.sandbox_listen).await?;
     let started = tokio::select! {
         started = begin(&args, &options.dir, &cluster, sandbox.address) => Some(started?),
         _ = terminate.recv() => None,
@@ -108,6 +103,28 @@ pub async fn run(args: Args) -> anyhow::Result<ExitCode> {
         std::fs::remove_dir_all(&options.dir).with_context(|| format!("cannot remove {}", options.dir.display()))?;
     }
     Ok(ExitCode::SUCCESS)
+}
+
+/// Where it was told to listen; else where its examples expect it, or anywhere.
+async fn start_sandbox(listen: Option<SocketAddr>) -> anyhow::Result<sandbox::Running> {
+    let at = async |listen| {
+        sandbox::start(sandbox::Settings {
+            listen,
+            ..sandbox::Settings::default()
+        })
+        .await
+    };
+    if let Some(listen) = listen {
+        return at(listen)
+            .await
+            .with_context(|| format!("cannot listen on {listen} for the sandbox"));
+    }
+    match at(SocketAddr::from(([127, 0, 0, 1], 8090))).await {
+        Ok(sandbox) => Ok(sandbox),
+        Err(_) => at(SocketAddr::from(([127, 0, 0, 1], 0)))
+            .await
+            .context("cannot listen for the sandbox"),
+    }
 }
 
 async fn begin(

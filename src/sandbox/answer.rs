@@ -62,7 +62,7 @@ pub fn answer(reply: Reply, faults: &Faults, scissors: &Scissors) -> Response<Bo
     }
     let length = reply.body.len();
     let body = match (events, faults.slow_body) {
-        (Some(events), _) => stream(events, faults.cut_stream.is_some().then(|| scissors.clone())),
+        (Some(events), _) => stream(events, faults.cut_stream.is_some()),
         (None, Some((pieces, pause))) => in_pieces(&reply.body, pieces, pause),
         (None, None) => match faults.end {
             Some(End::InBody { chunked: true, .. }) => in_pieces(&reply.body, 1, Duration::ZERO),
@@ -110,10 +110,10 @@ fn add_odd_headers(reply: &mut Reply) {
     }
 }
 
-fn stream(events: usize, cut: Option<Scissors>) -> Body {
+fn stream(events: usize, cut: bool) -> Body {
     let event = |number: usize| Bytes::from(format!("data: {{\"event\":{number}}}\n\n"));
     let mut pieces: VecDeque<(Duration, Bytes)> = (1..=events).map(|number| (EVENT_PAUSE, event(number))).collect();
-    if cut.is_none() {
+    if !cut {
         pieces.push_back((EVENT_PAUSE, Bytes::from_static(b"data: [DONE]\n\n")));
     }
     Pieces {
@@ -133,7 +133,7 @@ fn in_pieces(body: &Bytes, pieces: usize, pause: Duration) -> Body {
             .map(|start| (if start == 0 { Duration::ZERO } else { pause }, part(start)))
             .collect(),
         pause: None,
-        cut: None,
+        cut: false,
     }
     .boxed()
 }
@@ -142,8 +142,8 @@ fn in_pieces(body: &Bytes, pieces: usize, pause: Duration) -> Body {
 struct Pieces {
     pieces: VecDeque<(Duration, Bytes)>,
     pause: Option<Pin<Box<Sleep>>>,
-    /// Ends in a reset instead of an end.
-    cut: Option<Scissors>,
+    /// Breaks off instead of ending.
+    cut: bool,
 }
 
 impl http_body::Body for Pieces {
@@ -152,10 +152,8 @@ impl http_body::Body for Pieces {
 
     fn poll_frame(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Option<io::Result<Frame<Bytes>>>> {
         let Some((pause, _)) = self.pieces.front() else {
-            return Poll::Ready(self.cut.take().map(|scissors| {
-                scissors.cut(Place::Sent(0), Manner::Reset);
-                Err(io::Error::new(io::ErrorKind::ConnectionAborted, "cut on request"))
-            }));
+            let broken = || Err(io::Error::new(io::ErrorKind::ConnectionAborted, "cut on request"));
+            return Poll::Ready(std::mem::take(&mut self.cut).then(broken));
         };
         let pause = *pause;
         let sleep = self.pause.get_or_insert_with(|| Box::pin(tokio::time::sleep(pause)));

@@ -23,6 +23,7 @@ mod plans;
 mod pooler;
 mod proxy;
 mod retention;
+mod sandbox;
 mod schema;
 mod sessions;
 mod shutdown;
