@@ -156,7 +156,7 @@ async fn work_beyond_the_drain_limit_is_left_to_the_next_process_and_has_one_eff
     audit(&database.sql, &left).await;
 }
 
-/// The moments at which CR-03's client hangs up, in milliseconds after its request has been written.
+/// The moments at which the client hangs up, in milliseconds after its request has been written.
 const MOMENTS: u64 = 20;
 
 #[tokio::test]
