@@ -211,7 +211,7 @@ async fn a_complete_answer_stands_whatever_becomes_of_the_connection() {
             let ending = ending.clone();
             bench
                 .pay
-                .answers(move |_| Script::answer(201, body).before(ending.clone()));
+                .answers(move |_| Script::with_lines(201, "Connection: close\r\n", body).before(ending.clone()));
             let key = format!("k{number}{}", body.len());
             let first = bench.post(&key, &format!("/{key}"), "{}").await;
             assert_eq!((first.status, &first.body[..]), (201, body.as_bytes()));

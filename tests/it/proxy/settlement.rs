@@ -119,7 +119,11 @@ async fn a_database_that_restarts_meanwhile_costs_no_answer() {
     let victim = Victim::start("proxied").await;
     let (sql, key) = victim.prepare("proxied").await;
     let pay = Downstream::start().await;
-    let (_directory, config) = write_config(&format!("{}{}", super::SWEEPS, pay.config("pay", "")));
+    let (_directory, config) = write_config(&format!(
+        "[database]\nacquire_timeout = \"1s\"\n{}{}",
+        super::SWEEPS,
+        pay.config("pay", "")
+    ));
     let running = serve(&config, &victim.server.url("opledger", "proxied")).await;
     let agent = Client::new(running.address, &key);
     let gate = Gate::new();
