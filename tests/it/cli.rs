@@ -498,6 +498,7 @@ async fn doctor_reaches_downstreams_without_sending_anything() {
         assert!(found.stdout.contains(text), "{text:?} is not in {}", found.stdout);
     }
     assert!(!found.stdout.contains("/looked: declares nothing"), "{}", found.stdout);
+    until("the connection is seen", async || downstream.connections() >= 1).await;
     assert_eq!((downstream.connections(), downstream.count()), (1, 0));
     assert!(downstream.fragments().is_empty());
     let https = config(&downstream).replace("http://", "https://");
