@@ -217,6 +217,38 @@ async fn a_peer_that_takes_no_more_of_our_body_leaves_it_unknown() {
 }
 
 #[tokio::test]
+async fn a_process_that_stands_still_past_the_deadline_does_not_end_its_request_when_it_goes_on() {
+    // More than sockets take at once, and less than they take at twice.
+    const WHOLE: usize = 6 << 20;
+    let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let mut peer = downstream(&format!("http://{}", listener.local_addr().unwrap()));
+    peer.limits.head = SHORT;
+    let (go_on, told) = std::sync::mpsc::channel();
+    // On a thread of its own: it reads while this process stands still.
+    let reading = std::thread::spawn(move || {
+        let (mut stream, _) = listener.accept().unwrap();
+        told.recv().unwrap();
+        let mut taken = Vec::new();
+        // However it ends.
+        let _ = std::io::Read::read_to_end(&mut stream, &mut taken);
+        taken.len()
+    });
+    let body = vec![b'x'; WHOLE];
+    let sending =
+        tokio::spawn(
+            async move { attempt(&Outbound::default(), &Arc::new(peer), request(Method::POST, "/", body)).await },
+        );
+    // Until no more of it is taken.
+    tokio::time::sleep(SHORT / 2).await;
+    go_on.send(()).unwrap();
+    // The whole runtime: this is what a frozen process does.
+    std::thread::sleep(SHORT * 2);
+    assert_eq!(sending.await.unwrap().name(), "unknown head");
+    let taken = reading.join().unwrap();
+    assert!(taken > 0 && taken < WHOLE, "{taken} bytes were taken");
+}
+
+#[tokio::test]
 async fn an_answer_that_does_not_come_in_time_is_unknown() {
     for (said, expected) in [
         ("", "unknown head"),
