@@ -26,8 +26,12 @@ use crate::support::{Answer, Client};
 /// of it is for a busy machine.
 const RECOVERY: Duration = Duration::from_secs(2 * (LEASE.as_secs() + 1 + IN_FLIGHT.as_secs() + 2));
 
+/// A matrix begins fifty requests at once, and a claim that takes too long is not acted on.
+static ONE_AT_A_TIME: tokio::sync::Mutex<()> = tokio::sync::Mutex::const_new(());
+
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_process_killed_at_any_boundary_and_started_again_acts_once_and_says_what_it_knows() {
+    let _alone = ONE_AT_A_TIME.lock().await;
     let scene = Arc::new(Scene::on_the_shared_server().await);
     let mut firsts = scene.hold(server(), &Cell::all()).await;
     kill(&scene, &mut firsts);
@@ -41,6 +45,7 @@ async fn a_process_killed_at_any_boundary_and_started_again_acts_once_and_says_w
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn what_a_killed_process_left_at_any_boundary_is_taken_over_by_another() {
+    let _alone = ONE_AT_A_TIME.lock().await;
     let scene = Arc::new(Scene::on_the_shared_server().await);
     let second = scene.process().await;
     let mut firsts = scene.hold(server(), &Cell::all()).await;
@@ -54,6 +59,7 @@ async fn what_a_killed_process_left_at_any_boundary_is_taken_over_by_another() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_process_frozen_at_any_boundary_past_its_lease_changes_nothing_when_it_wakes() {
+    let _alone = ONE_AT_A_TIME.lock().await;
     let scene = Arc::new(Scene::on_the_shared_server().await);
     let second = scene.process().await;
     let firsts = scene.hold(server(), &Cell::all()).await;
@@ -79,6 +85,7 @@ async fn a_process_frozen_at_any_boundary_past_its_lease_changes_nothing_when_it
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_database_killed_at_any_boundary_costs_time_and_nothing_else() {
+    let _alone = ONE_AT_A_TIME.lock().await;
     let victim = Victim::start("victim").await;
     let scene = Arc::new(Scene::on(&victim, "kill").await);
     let firsts = scene.hold(&victim.server, &Cell::all()).await;
