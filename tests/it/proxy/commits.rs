@@ -326,5 +326,8 @@ async fn a_withdrawal_whose_commit_is_lost_leaves_a_later_claim_alone() {
     });
     until_answered(&wired.agent, "k").await;
     assert_eq!(wired.pay.sends("/k"), 1);
-    first.await.unwrap().is(502, "downstream-unreachable");
+    // It was not sent; by now somebody else may be at it.
+    let first = first.await.unwrap();
+    let told = ["downstream-unreachable", "operation-in-progress"];
+    assert!(told.contains(&first.code().as_str()), "{first:?}");
 }

@@ -150,10 +150,9 @@ async fn a_killed_processs_request_is_sent_again_under_its_key_only_while_the_do
     .await;
     tokio::time::sleep(Duration::from_secs(1)).await;
     assert_eq!((house.pay.sends("/1h"), house.pay.sends("/1s")), (2, 1));
-    agent
-        .forward("POST", "1s", "/1s", "{}")
-        .await
-        .is(409, "outcome-unknown");
+    let lines = [("idempotency-key", "1s"), super::JSON, ("prefer", "wait=0")];
+    let answer = agent.send("POST", "/v1/proxy/pay/1s", &lines, "{}").await;
+    answer.is(409, "outcome-unknown");
 }
 
 #[tokio::test]

@@ -29,7 +29,10 @@ async fn what_was_not_reached_stores_nothing_and_the_key_runs_later() {
         .collect();
     let pay = Downstream::start().await;
     // Speaks, but no TLS.
-    config += &format!("[downstreams.plain]\nurl = \"https://{}\"\n", pay.address);
+    config += &format!(
+        "[downstreams.plain]\nurl = \"https://{}\"\nconnect_timeout = \"400ms\"\n",
+        pay.address
+    );
     config += &pay.config("pay", "");
     let ledger = Ledger::with(Setup {
         config,

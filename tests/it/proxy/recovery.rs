@@ -98,7 +98,9 @@ async fn a_key_is_not_relied_on_after_the_downstream_may_have_forgotten_it() {
     )
     .await;
     bench.pay.answers(|_| Script::new().hang());
-    bench.post("k", "/charges", "{}").await.is(409, "outcome-unknown");
+    let lines = [("idempotency-key", "k"), JSON, ("prefer", "wait=0")];
+    let answer = bench.agent().send("POST", "/v1/proxy/pay/charges", &lines, "{}").await;
+    answer.is(409, "outcome-unknown");
     // As if this process had died and another one came upon it, as due.
     let due = "update ledger.operations set due_at = now(), version = version + 1";
     crate::support::run(&bench.ledger.sql, due).await;
