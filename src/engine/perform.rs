@@ -344,6 +344,7 @@ impl Perform {
             age: Duration::ZERO,
             since_first_send: Duration::ZERO,
             repeated: false,
+            alone: true,
             earlier_attempts: 0,
         };
         if respond_async {

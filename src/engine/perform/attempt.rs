@@ -53,6 +53,8 @@ pub struct Attempt {
     pub since_first_send: Duration,
     /// An earlier attempt ended unknown.
     pub repeated: bool,
+    /// No other operation depends on it: if its first attempt is never sent, it can be taken back altogether.
+    pub alone: bool,
     /// Attempts before a person allowed new ones; they do not count against the limit.
     pub earlier_attempts: i32,
 }
@@ -361,7 +363,7 @@ impl Attempt {
         let perform = self.perform.clone();
         // A withdrawal whose commit is lost is tried again, and must not find a later claim in place of its own.
         let place = match next {
-            Next::GiveUp if self.fence.attempt == 1 => {
+            Next::GiveUp if self.fence.attempt == 1 && self.alone => {
                 let (tenant, id) = (&self.forward.tenant, &self.forward.id);
                 Some(perform.claiming.entered(tenant, id).await)
             }
@@ -444,7 +446,7 @@ impl Attempt {
                     .await
             }
             // The first attempt never left: the id is free again, as if it had never been used.
-            Next::GiveUp if self.fence.attempt == 1 => {
+            Next::GiveUp if self.fence.attempt == 1 && self.alone => {
                 self.perform
                     .write(async |session| forward::withdraw(session, tenant, id, self.fence).await)
                     .await

@@ -505,6 +505,7 @@ impl Case {
             fence,
             claimed: asked,
             repeated,
+            alone: false,
             earlier_attempts: self.stored.earlier_attempts,
         }
     }
