@@ -26,43 +26,85 @@ use crate::support::{Answer, Client};
 /// of it is for a busy machine.
 const RECOVERY: Duration = Duration::from_secs(2 * (LEASE.as_secs() + 1 + IN_FLIGHT.as_secs() + 2));
 
-/// A matrix begins fifty requests at once, and a claim that takes too long is not acted on.
+/// A matrix begins fifty requests at once, so there is one at a time.
 static ONE_AT_A_TIME: tokio::sync::Mutex<()> = tokio::sync::Mutex::const_new(());
+
+/// What a run of a matrix says.
+enum Judged {
+    Right,
+    /// Claims were confirmed too late to be acted on, so that cells did not stand where they should: the machine was too
+    /// busy to say anything.
+    TooBusy(String),
+}
+
+/// Runs a matrix until the machine is quiet enough for it.
+async fn judged(matrix: impl AsyncFn() -> Judged) {
+    let _alone = ONE_AT_A_TIME.lock().await;
+    let mut why = String::new();
+    for _ in 0..5 {
+        match matrix().await {
+            Judged::Right => return,
+            Judged::TooBusy(wrong) => {
+                eprintln!("too busy a machine; again");
+                why = wrong;
+            }
+        }
+    }
+    panic!("{why}");
+}
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_process_killed_at_any_boundary_and_started_again_acts_once_and_says_what_it_knows() {
-    let _alone = ONE_AT_A_TIME.lock().await;
+    judged(killed_and_started_again).await;
+}
+
+async fn killed_and_started_again() -> Judged {
     let scene = Arc::new(Scene::on_the_shared_server().await);
-    let mut firsts = scene.hold(server(), &Cell::all()).await;
+    let mut firsts = match scene.hold(server(), &Cell::all()).await {
+        Ok(firsts) => firsts,
+        Err(why) => return Judged::TooBusy(why),
+    };
     kill(&scene, &mut firsts);
     let again = scene.process().await;
     let mut matrix = Matrix::new(&scene, vec![scene.client(again.address)]);
     matrix.settles(&firsts, Cell::once_its_claim_lapsed).await;
     matrix.cut_what_was_on_its_way();
     matrix.keeps_what_was_acknowledged(firsts).await;
-    matrix.end(&again.log()).await;
+    matrix.end(&again.log()).await
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn what_a_killed_process_left_at_any_boundary_is_taken_over_by_another() {
-    let _alone = ONE_AT_A_TIME.lock().await;
+    judged(killed_beside_another).await;
+}
+
+async fn killed_beside_another() -> Judged {
     let scene = Arc::new(Scene::on_the_shared_server().await);
     let second = scene.process().await;
-    let mut firsts = scene.hold(server(), &Cell::all()).await;
+    let mut firsts = match scene.hold(server(), &Cell::all()).await {
+        Ok(firsts) => firsts,
+        Err(why) => return Judged::TooBusy(why),
+    };
     kill(&scene, &mut firsts);
     let mut matrix = Matrix::new(&scene, vec![scene.client(second.address)]);
     matrix.settles(&firsts, Cell::once_its_claim_lapsed).await;
     matrix.cut_what_was_on_its_way();
     matrix.keeps_what_was_acknowledged(firsts).await;
-    matrix.end(&second.log()).await;
+    matrix.end(&second.log()).await
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_process_frozen_at_any_boundary_past_its_lease_changes_nothing_when_it_wakes() {
-    let _alone = ONE_AT_A_TIME.lock().await;
+    judged(frozen_beside_another).await;
+}
+
+async fn frozen_beside_another() -> Judged {
     let scene = Arc::new(Scene::on_the_shared_server().await);
     let second = scene.process().await;
-    let firsts = scene.hold(server(), &Cell::all()).await;
+    let firsts = match scene.hold(server(), &Cell::all()).await {
+        Ok(firsts) => firsts,
+        Err(why) => return Judged::TooBusy(why),
+    };
     firsts.iter().for_each(|first| first.signal(Signal::SIGSTOP));
     scene.things.make_passable();
     let mut matrix = Matrix::new(&scene, vec![scene.client(second.address)]);
@@ -80,15 +122,21 @@ async fn a_process_frozen_at_any_boundary_past_its_lease_changes_nothing_when_it
     matrix.ask_also(scene.client(firsts[0].process.address));
     matrix.settled_for_good().await;
     matrix.keeps_what_was_acknowledged(firsts).await;
-    matrix.end(&second.log()).await;
+    matrix.end(&second.log()).await
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_database_killed_at_any_boundary_costs_time_and_nothing_else() {
-    let _alone = ONE_AT_A_TIME.lock().await;
+    judged(without_its_database).await;
+}
+
+async fn without_its_database() -> Judged {
     let victim = Victim::start("victim").await;
     let scene = Arc::new(Scene::on(&victim, "kill").await);
-    let firsts = scene.hold(&victim.server, &Cell::all()).await;
+    let firsts = match scene.hold(&victim.server, &Cell::all()).await {
+        Ok(firsts) => firsts,
+        Err(why) => return Judged::TooBusy(why),
+    };
     victim.kill().await;
     // Downstreams go on acting and answering while there is nowhere to store it.
     scene.things.open();
@@ -113,7 +161,7 @@ async fn a_database_killed_at_any_boundary_costs_time_and_nothing_else() {
     matrix.settles(&firsts, Cell::once_its_database_is_back).await;
     let log = log();
     matrix.keeps_what_was_acknowledged(firsts).await;
-    matrix.end(&log).await;
+    matrix.end(&log).await
 }
 
 /// Whether an answer is about this effect: the downstream's own, or what it shows of it later.
@@ -391,7 +439,7 @@ impl<'a> Matrix<'a> {
     }
 
     /// Nothing is left to be finished by anybody, and nothing has changed meanwhile.
-    async fn end(mut self, log: &str) {
+    async fn end(mut self, log: &str) -> Judged {
         let unfinished = record::unfinished(&self.scene.sql).await.unwrap();
         if !unfinished.is_empty() {
             self.wrong.push(format!("left unfinished: {unfinished:?}"));
@@ -406,12 +454,18 @@ impl<'a> Matrix<'a> {
                 self.note(cell, holds);
             }
         }
-        assert!(
-            self.wrong.is_empty(),
+        if self.wrong.is_empty() {
+            return Judged::Right;
+        }
+        let wrong = format!(
             "{} of {} cells are wrong:\n{}\n\n{log}",
             self.wrong.len(),
             Cell::all().len(),
             self.wrong.join("\n")
         );
+        if record::any_too_late(&self.scene.sql).await.unwrap() {
+            return Judged::TooBusy(wrong);
+        }
+        panic!("{wrong}");
     }
 }

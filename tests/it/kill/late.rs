@@ -22,7 +22,7 @@ async fn a_claim_that_is_confirmed_after_it_was_taken_away_is_not_acted_on() {
         ability,
     });
     let [asked_for, left] = cells;
-    let firsts = scene.hold(server(), &cells).await;
+    let firsts = scene.hold(server(), &cells).await.unwrap();
     firsts[0].signal(Signal::SIGSTOP);
     for (cell, state) in [(asked_for, "succeeded"), (left, "needs_reconciliation")] {
         until(&format!("{} is {state}", cell.id()), async || {
@@ -51,7 +51,7 @@ async fn a_claim_that_arrives_after_it_was_given_up_is_taken_back() {
         boundary: Boundary::BeforeTheClaim,
         ability: Ability::None,
     };
-    let mut firsts = scene.hold(server(), &[cell]).await;
+    let mut firsts = scene.hold(server(), &[cell]).await.unwrap();
     let first = &mut firsts[0];
     let client = scene.client(first.process.address);
     // Its process waits for as long as a session has patience.

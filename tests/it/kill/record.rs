@@ -125,3 +125,9 @@ pub async fn unfinished(sql: &PgPool) -> anyhow::Result<Vec<(String, String)>> {
     .await?;
     Ok(left)
 }
+
+/// Whether a claim was confirmed too late to be acted on.
+pub async fn any_too_late(sql: &PgPool) -> anyhow::Result<bool> {
+    let late = "select exists (select from ledger.history where reason like '%confirmed too late%')";
+    Ok(sqlx::query_scalar(late).fetch_one(sql).await?)
+}

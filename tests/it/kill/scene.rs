@@ -105,8 +105,9 @@ impl Scene {
         Client::new(address, &self.key).unchecked()
     }
 
-    /// As many processes as it takes to hold all these cells, each at its boundary.
-    pub async fn hold(self: &Arc<Self>, server: &Shared, cells: &[Cell]) -> Vec<First> {
+    /// As many processes as it takes to hold all these cells, each at its boundary; or what did not come to its own, on a
+    /// machine that is too busy.
+    pub async fn hold(self: &Arc<Self>, server: &Shared, cells: &[Cell]) -> Result<Vec<First>, String> {
         let (at_commits, others): (Vec<Cell>, Vec<Cell>) =
             cells.iter().partition(|cell| cell.boundary.stop("").is_some());
         let groups = at_commits.chunks(COMMITS).chain([&others[..]]);
@@ -140,16 +141,14 @@ impl Scene {
         for first in &held {
             for one in &first.standing {
                 let reached = tokio::time::timeout(Duration::from_secs(15), one.reached(&self.things));
-                assert!(
-                    reached.await.is_ok(),
-                    "{:?} does not come to its boundary:\n{}",
-                    one.cell,
-                    first.process.log()
-                );
+                if reached.await.is_err() {
+                    let log = first.process.log();
+                    return Err(format!("{:?} does not come to its boundary:\n{log}", one.cell));
+                }
             }
         }
         self.things.stalled(narrow(cells)).await;
-        held
+        Ok(held)
     }
 
     async fn bring(&self, cell: Cell, ledger: SocketAddr, proxy: &Proxy) -> Standing {
