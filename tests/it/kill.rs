@@ -38,7 +38,7 @@ async fn a_process_killed_at_any_boundary_and_started_again_acts_once_and_says_w
     let again = scene.process().await;
     let mut matrix = Matrix::new(&scene, vec![scene.client(again.address)]);
     matrix.settles(&firsts, Cell::once_its_claim_lapsed).await;
-    matrix.cut_what_was_on_its_way();
+    matrix.cut_what_was_on_its_way().await;
     matrix.keeps_what_was_acknowledged(firsts).await;
     matrix.end(&again.log()).await;
 }
@@ -52,7 +52,7 @@ async fn what_a_killed_process_left_at_any_boundary_is_taken_over_by_another() {
     kill(&scene, &mut firsts);
     let mut matrix = Matrix::new(&scene, vec![scene.client(second.address)]);
     matrix.settles(&firsts, Cell::once_its_claim_lapsed).await;
-    matrix.cut_what_was_on_its_way();
+    matrix.cut_what_was_on_its_way().await;
     matrix.keeps_what_was_acknowledged(firsts).await;
     matrix.end(&second.log()).await;
 }
@@ -76,7 +76,7 @@ async fn a_process_frozen_at_any_boundary_past_its_lease_changes_nothing_when_it
         first.signal(Signal::SIGCONT);
     }
     matrix.hears_the_late_ends(&firsts).await;
-    matrix.cut_what_was_on_its_way();
+    matrix.cut_what_was_on_its_way().await;
     matrix.ask_also(scene.client(firsts[0].process.address));
     matrix.settled_for_good().await;
     matrix.keeps_what_was_acknowledged(firsts).await;
@@ -334,8 +334,13 @@ impl<'a> Matrix<'a> {
         }
     }
 
-    /// What stood in the narrow door was cut off there: each of these boundaries was one.
-    fn cut_what_was_on_its_way(&mut self) {
+    /// What stood in the narrow door was cut off there: each of these boundaries was one. The downstream learns so once it
+    /// has read what was on its way.
+    async fn cut_what_was_on_its_way(&mut self) {
+        let give_up_at = Instant::now() + RECOVERY;
+        while self.scene.things.cut() < Ability::ALL.len() && Instant::now() < give_up_at {
+            tokio::time::sleep(Duration::from_millis(20)).await;
+        }
         let cut = self.scene.things.cut();
         if cut != Ability::ALL.len() {
             self.wrong.push(format!("{cut} requests were cut off in their middle"));

@@ -301,7 +301,7 @@ impl Perform {
                 since_first_send: Duration::ZERO,
                 repeated: false,
                 alone: false,
-            earlier_attempts: 0,
+                earlier_attempts: 0,
             },
             event: note.event.to_owned(),
             actor: note.actor.to_owned(),
