@@ -68,7 +68,7 @@ async fn killed_and_started_again() -> Judged {
     let again = scene.process().await;
     let mut matrix = Matrix::new(&scene, vec![scene.client(again.address)]);
     matrix.settles(&firsts, Cell::once_its_claim_lapsed).await;
-    matrix.cut_what_was_on_its_way();
+    matrix.cut_what_was_on_its_way().await;
     matrix.keeps_what_was_acknowledged(firsts).await;
     matrix.end(&again.log()).await
 }
@@ -88,7 +88,7 @@ async fn killed_beside_another() -> Judged {
     kill(&scene, &mut firsts);
     let mut matrix = Matrix::new(&scene, vec![scene.client(second.address)]);
     matrix.settles(&firsts, Cell::once_its_claim_lapsed).await;
-    matrix.cut_what_was_on_its_way();
+    matrix.cut_what_was_on_its_way().await;
     matrix.keeps_what_was_acknowledged(firsts).await;
     matrix.end(&second.log()).await
 }
@@ -118,7 +118,7 @@ async fn frozen_beside_another() -> Judged {
         first.signal(Signal::SIGCONT);
     }
     matrix.hears_the_late_ends(&firsts).await;
-    matrix.cut_what_was_on_its_way();
+    matrix.cut_what_was_on_its_way().await;
     matrix.ask_also(scene.client(firsts[0].process.address));
     matrix.settled_for_good().await;
     matrix.keeps_what_was_acknowledged(firsts).await;
@@ -382,8 +382,13 @@ impl<'a> Matrix<'a> {
         }
     }
 
-    /// What stood in the narrow door was cut off there: each of these boundaries was one.
-    fn cut_what_was_on_its_way(&mut self) {
+    /// What stood in the narrow door was cut off there: each of these boundaries was one. The downstream learns so once it
+    /// has read what was on its way.
+    async fn cut_what_was_on_its_way(&mut self) {
+        let give_up_at = Instant::now() + RECOVERY;
+        while self.scene.things.cut() < Ability::ALL.len() && Instant::now() < give_up_at {
+            tokio::time::sleep(Duration::from_millis(20)).await;
+        }
         let cut = self.scene.things.cut();
         if cut != Ability::ALL.len() {
             self.wrong.push(format!("{cut} requests were cut off in their middle"));
