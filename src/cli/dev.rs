@@ -9,7 +9,6 @@ use std::time::Duration;
 
 use anyhow::Context;
 use serde::{Deserialize, Serialize};
-use tokio::signal::unix::{SignalKind, signal};
 
 use super::{serve, shop};
 use crate::app::{self, Running};
@@ -82,19 +81,17 @@ pub async fn run(args: Args) -> anyhow::Result<ExitCode> {
     options.bin_dir = config::postgres_programs();
     options.search_path = config::search_path();
     // Listening for signals comes first: one that arrives while PostgreSQL starts must still stop it.
-    let mut terminate = signal(SignalKind::terminate()).context("cannot listen for SIGTERM")?;
-    let mut interrupt = signal(SignalKind::interrupt()).context("cannot listen for SIGINT")?;
+    let mut signals = serve::Signals::listen()?;
     tracing::info!(directory = %options.dir.display(), "starting a private PostgreSQL");
     let mut cluster = Cluster::start(&options)?;
     let sandbox = start_sandbox(args.sandbox_listen).await?;
     let started = tokio::select! {
         started = begin(&args, &options.dir, &cluster, sandbox.address) => Some(started?),
-        _ = terminate.recv() => None,
-        _ = interrupt.recv() => None,
+        () = signals.told_to_stop() => None,
     };
     if let Some((running, keys)) = started {
         announce(&args, &running, keys, &cluster, sandbox.address)?;
-        watch(&running, &mut cluster).await?;
+        watch(&running, &mut signals, &mut cluster).await;
         serve::stop(running).await;
     }
     sandbox.stop().await;
@@ -324,11 +321,11 @@ Stop with Ctrl-C; the data stays.
 }
 
 /// Serves until told to stop, and brings PostgreSQL back if it is killed, as people do to see what happens.
-async fn watch(running: &Running, cluster: &mut Cluster) -> anyhow::Result<()> {
-    let mut stopped = std::pin::pin!(serve::until_stopped(running));
+async fn watch(running: &Running, signals: &mut serve::Signals, cluster: &mut Cluster) {
+    let mut stopped = std::pin::pin!(serve::until_stopped(running, signals));
     loop {
         tokio::select! {
-            stopped = &mut stopped => return stopped,
+            () = &mut stopped => return,
             () = tokio::time::sleep(Duration::from_millis(200)) => {}
         }
         if !cluster.is_running() {

@@ -3,7 +3,7 @@
 use std::process::ExitCode;
 
 use anyhow::Context;
-use tokio::signal::unix::{SignalKind, signal};
+use tokio::signal::unix::{Signal, SignalKind, signal};
 
 use crate::app::{self, Running};
 use crate::config::{self, DatabaseArgs, FileArgs, ListenArgs};
@@ -36,22 +36,46 @@ pub async fn run(args: Args) -> anyhow::Result<ExitCode> {
         allow_unsafe_durability: args.allow_unsafe_durability,
     };
     let running = app::start(start).await?;
+    let mut signals = Signals::listen()?;
     tracing::info!(address = %running.address, version = env!("CARGO_PKG_VERSION"), "serving");
-    until_stopped(&running).await?;
+    until_stopped(&running, &mut signals).await;
     stop(running).await;
     Ok(ExitCode::SUCCESS)
 }
 
+/// What this process is told by signals. Heard by one listener from its start to its end: a second one does not get what
+/// arrived before it, and what the first one got would be lost with it.
+pub struct Signals {
+    hangup: Signal,
+    terminate: Signal,
+    interrupt: Signal,
+}
+
+impl Signals {
+    pub fn listen() -> anyhow::Result<Self> {
+        Ok(Self {
+            hangup: signal(SignalKind::hangup()).context("cannot listen for SIGHUP")?,
+            terminate: signal(SignalKind::terminate()).context("cannot listen for SIGTERM")?,
+            interrupt: signal(SignalKind::interrupt()).context("cannot listen for SIGINT")?,
+        })
+    }
+
+    /// Returns on SIGTERM or SIGINT.
+    pub async fn told_to_stop(&mut self) {
+        tokio::select! {
+            _ = self.terminate.recv() => {}
+            _ = self.interrupt.recv() => {}
+        }
+    }
+}
+
 /// Reloads on SIGHUP, returns on SIGTERM or SIGINT.
-pub async fn until_stopped(running: &Running) -> anyhow::Result<()> {
-    let mut hangup = signal(SignalKind::hangup()).context("cannot listen for SIGHUP")?;
-    let mut terminate = signal(SignalKind::terminate()).context("cannot listen for SIGTERM")?;
-    let mut interrupt = signal(SignalKind::interrupt()).context("cannot listen for SIGINT")?;
+pub async fn until_stopped(running: &Running, signals: &mut Signals) {
     loop {
         tokio::select! {
-            _ = terminate.recv() => return Ok(()),
-            _ = interrupt.recv() => return Ok(()),
-            _ = hangup.recv() => reload(running).await,
+            _ = signals.terminate.recv() => return,
+            _ = signals.interrupt.recv() => return,
+            _ = signals.hangup.recv() => reload(running).await,
         }
     }
 }
