@@ -9,10 +9,11 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 
 venv=target/sdk
-if ! cmp -s tests/sdk/requirements.txt "$venv/installed.txt"; then
+wanted=$(cat tests/sdk/requirements.txt tests/sdk/constraints.txt)
+if [ "$wanted" != "$(cat "$venv/installed.txt" 2>/dev/null)" ]; then
     python3 -m venv "$venv"
-    "$venv/bin/pip" install --quiet --disable-pip-version-check -r tests/sdk/requirements.txt
-    cp tests/sdk/requirements.txt "$venv/installed.txt"
+    "$venv/bin/pip" install --quiet --disable-pip-version-check -r tests/sdk/requirements.txt -c tests/sdk/constraints.txt
+    echo "$wanted" >"$venv/installed.txt"
 fi
 [ -n "${BIN:-}" ] || cargo build --quiet
 cd tests/sdk

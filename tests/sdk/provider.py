@@ -8,22 +8,20 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 class Provider:
     def __init__(self):
-        self.generated = 0
-        self.requests = 0
-        self.authorizations = []
-        self.remembered = {}
         self.lock = threading.Lock()
-        # Set to stop in the middle of a stream.
-        self.cut_after = None
         self.paused = threading.Event()
-        self.paused.set()
+        self.forget()
         provider = self
 
         class Handler(BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
 
             def do_POST(self):
-                provider.answer(self)
+                try:
+                    provider.answer(self)
+                except ConnectionError:
+                    # A ledger that was killed reads no more.
+                    self.close_connection = True
 
             def log_message(self, *_):
                 pass
@@ -32,6 +30,16 @@ class Provider:
         self.server.daemon_threads = True
         self.port = self.server.server_address[1]
         threading.Thread(target=self.server.serve_forever, daemon=True).start()
+
+    def forget(self):
+        """As if it were new."""
+        self.generated = 0
+        self.requests = 0
+        self.authorizations = []
+        self.remembered = {}
+        # Set to stop in the middle of a stream.
+        self.cut_after = None
+        self.paused.set()
 
     def close(self):
         self.paused.set()

@@ -3,6 +3,7 @@
 import json
 import os
 import pathlib
+import re
 import signal
 import socket
 import subprocess
@@ -72,7 +73,11 @@ class Ledger:
 
     def stop(self):
         self.process.terminate()
-        self.process.wait()
+        try:
+            self.process.wait(60)
+        except subprocess.TimeoutExpired as late:
+            self.kill()
+            raise AssertionError("the service did not stop:\n" + self.log.read_text()) from late
         self.process.stdout.close()
         self.directory.cleanup()
 
@@ -85,6 +90,11 @@ class Ledger:
             return json.load(answer)
 
 
+def keys_in(sent):
+    """The Idempotency-Key of every request in what was sent."""
+    return [key.decode() for key in re.findall(rb"(?i)\r\nidempotency-key: *([^\r]+)\r\n", sent)]
+
+
 class Gate:
     """A TCP proxy. While it is shut, what comes back from the target is kept; everything that passed is recorded."""
 
@@ -93,10 +103,8 @@ class Gate:
         self.listener = socket.create_server(("127.0.0.1", 0))
         self.port = self.listener.getsockname()[1]
         self.open = threading.Event()
-        self.open.set()
-        self.sent = b""
-        self.received = b""
         self.lock = threading.Lock()
+        self.forget()
         threading.Thread(target=self._accept, daemon=True).start()
 
     def shut(self):
@@ -104,6 +112,13 @@ class Gate:
 
     def reopen(self):
         self.open.set()
+
+    def forget(self):
+        """Opens it, and begins another record."""
+        self.open.set()
+        with self.lock:
+            self.sent = b""
+            self.received = b""
 
     def close(self):
         self.open.set()
