@@ -31,6 +31,10 @@ path = "/v1/chat/completions"
 idempotency = "key"
 key_retention = "24h"
 
+# One that wants no credential: nothing of ours takes the place of the agent's.
+[downstreams.open]
+url = "http://127.0.0.1:{port}"
+
 [downstreams.nobody]
 url = "http://127.0.0.1:{nobody}"
 """
@@ -114,7 +118,8 @@ class OpenAi(unittest.TestCase):
 
     def test_neither_side_sees_the_others_credential(self):
         self.text(self.key)
-        self.assertEqual(self.provider.authorizations, [f"Bearer {PROVIDERS_KEY}"])
+        self.text(self.key + ":open", downstream="open")
+        self.assertEqual(self.provider.authorizations, [f"Bearer {PROVIDERS_KEY}", None])
         self.assertNotIn(self.ledger.key.encode(), self.back.sent)
         self.assertNotIn(PROVIDERS_KEY.encode(), self.front.received)
         self.assertNotIn(PROVIDERS_KEY, self.ledger.log.read_text())
