@@ -54,6 +54,12 @@ key["required"] = True
 key["schema"] = {"type": "string", "pattern": "^[!#-~][!-~]{0,254}$"}
 # Made-up cursors are refused, as they should be.
 del api["components"]["parameters"]["Cursor"]
+# "Any JSON value" is any whose numbers a double gives back; made-up ones are refused, as they should be.
+text = {"type": "string", "pattern": "^[ -~]*$"}
+exact = {"anyOf": [text, {"type": "object", "propertyNames": {"pattern": "^[a-z]+$"}, "additionalProperties": text}]}
+resolution = api["components"]["schemas"]["Resolution"]["properties"]
+resolution["evidence"] = exact
+resolution["answer"]["properties"]["body"] = exact
 # Proxied requests are left out: the answers are a downstream's own, with any status and body, so there is nothing to hold
 # them to; and {path} is more than the one segment that a template can say. The tests of the proxy hold ours to the file.
 api["paths"] = {path: item for path, item in api["paths"].items() if not path.startswith("/v1/proxy/")}
