@@ -29,6 +29,7 @@ use crate::ledger::submission::Submission;
 use crate::ledger::tenant::Tenant;
 use crate::postgres::error::Error;
 use crate::postgres::pool::Pool;
+use crate::postgres::session::Limits;
 use crate::telemetry::metrics::Metrics;
 
 /// Most members of a group: one sub-transaction each, and a backend caches 64 of them before every snapshot in the
@@ -50,6 +51,15 @@ pub struct Settings {
     pub group_statement: Duration,
     /// How long a delivery waits for another one of the same id that is being run.
     pub duplicate_wait: Duration,
+}
+
+impl Settings {
+    fn group_limits(&self) -> Limits {
+        Limits {
+            lock: self.group_lock,
+            statement: self.group_statement,
+        }
+    }
 }
 
 /// What is to be done with a submission.

@@ -29,6 +29,7 @@ pub trait Queued {
 pub struct Queue<Member> {
     waiting: Mutex<Waiting<Member>>,
     arrived: Notify,
+    line: tokio::sync::Mutex<()>,
     capacity: usize,
 }
 
@@ -54,6 +55,7 @@ impl<Member: Queued> Queue<Member> {
         Self {
             waiting: Mutex::new(Waiting::empty()),
             arrived: Notify::new(),
+            line: tokio::sync::Mutex::default(),
             capacity,
         }
     }
@@ -84,6 +86,29 @@ impl<Member: Queued> Queue<Member> {
         }
         drop(waiting);
         self.arrived.notify_last();
+    }
+
+    /// Waits until something waits here, though its tenant's turn may not have come yet. `false` once the queue is closed
+    /// and empty.
+    ///
+    /// Whoever takes after that must be the only one who does: see [`line`](Self::line).
+    pub async fn occupied(&self) -> bool {
+        loop {
+            let arrived = self.arrived.notified();
+            {
+                let waiting = self.lock();
+                if waiting.length > 0 || waiting.closed {
+                    return waiting.length > 0;
+                }
+            }
+            arrived.await;
+        }
+    }
+
+    /// The head of the line: where one taker at a time gets ready, so that what it has seen waiting is still there when it
+    /// takes.
+    pub async fn line(&self) -> tokio::sync::MutexGuard<'_, ()> {
+        self.line.lock().await
     }
 
     /// Waits for work and takes up to `most` members of the tenant whose turn it is: whatever is there, at once.

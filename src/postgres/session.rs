@@ -82,19 +82,23 @@ impl Session {
     /// Opens a READ COMMITTED transaction with its limits, in one round trip.
     pub async fn begin(&mut self, limits: Limits) -> Result<(), Error> {
         debug_assert!(!self.in_transaction, "one transaction at a time");
-        let begin = format!(
-            "begin isolation level read committed; set local lock_timeout = {}; set local statement_timeout = {}; \
-             set local idle_in_transaction_session_timeout = {}",
-            milliseconds(limits.lock),
-            milliseconds(limits.statement),
-            milliseconds(limits.statement + PATIENCE),
-        );
+        let begin = format!("begin isolation level read committed; {}", set_local(limits));
         self.expect_answers(limits);
         self.in_transaction = true;
         sqlx::raw_sql(sqlx::AssertSqlSafe(begin))
             .execute(&mut *self)
             .await
             .map_err(doing("begin a transaction"))?;
+        Ok(())
+    }
+
+    /// Gives the open transaction other limits.
+    pub async fn limit(&mut self, limits: Limits) -> Result<(), Error> {
+        self.expect_answers(limits);
+        sqlx::raw_sql(sqlx::AssertSqlSafe(set_local(limits)))
+            .execute(&mut *self)
+            .await
+            .map_err(doing("set a transaction's limits"))?;
         Ok(())
     }
 
@@ -221,6 +225,16 @@ impl Drop for Session {
             self.connection.close_on_drop();
         }
     }
+}
+
+fn set_local(limits: Limits) -> String {
+    format!(
+        "set local lock_timeout = {}; set local statement_timeout = {}; \
+         set local idle_in_transaction_session_timeout = {}",
+        milliseconds(limits.lock),
+        milliseconds(limits.statement),
+        milliseconds(limits.statement + PATIENCE),
+    )
 }
 
 /// PostgreSQL reads 0 as "no limit", so the shortest limit is one millisecond.

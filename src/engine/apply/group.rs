@@ -21,11 +21,24 @@ use crate::postgres::session::{Limits, Session};
 /// Takes groups until the queue is closed and empty.
 pub async fn work(apply: Arc<Apply>) {
     let mut kept = None;
-    while let Some((group, turn)) = apply.queue.take(apply.settings.largest_group).await {
+    loop {
+        let line = apply.queue.line().await;
+        if !apply.queue.occupied().await {
+            return;
+        }
+        // Before the turn: it often takes as long to come as this does.
+        let begun = begin(&apply, kept.take()).await;
+        let Some((group, turn)) = apply.queue.take(apply.settings.largest_group).await else {
+            return;
+        };
+        drop(line);
         let (group, twins) = without_twins(group);
         // A second delivery of the same id must not meet the first one's uncommitted row in the same transaction; it
         // goes first in the next group, where it finds the committed one.
-        let outcome = commit(&apply, kept.take(), &group, turn).await;
+        let outcome = match begun {
+            Ok(session) => commit(&apply, session, &group, turn).await,
+            Err(error) => Err(error.into()),
+        };
         apply.queue.put_back(twins);
         match outcome {
             Ok((endings, session)) => {
@@ -90,26 +103,31 @@ impl From<read::Error> for Error {
     }
 }
 
-async fn commit(
-    apply: &Apply,
-    kept: Option<Session>,
-    group: &[Member],
-    turn: Turn<'_, Member>,
-) -> Result<(Vec<Ending>, Session), Error> {
-    let began = Instant::now();
+/// Opens a group's transaction.
+async fn begin(apply: &Apply, kept: Option<Session>) -> Result<Session, DatabaseError> {
     let mut session = match kept {
         Some(session) => session,
         None => apply.pool.session().await?,
     };
+    session.begin(apply.settings.group_limits()).await?;
+    Ok(session)
+}
+
+async fn commit(
+    apply: &Apply,
+    mut session: Session,
+    group: &[Member],
+    turn: Turn<'_, Member>,
+) -> Result<(Vec<Ending>, Session), Error> {
+    let began = Instant::now();
     // No handler of a group may run longer than its own kind allows.
-    let shortest = group.iter().map(|member| member.submission.kind.timeout).min();
-    let limits = Limits {
-        lock: apply.settings.group_lock,
-        statement: shortest.map_or(apply.settings.group_statement, |own| {
-            own.min(apply.settings.group_statement)
-        }),
-    };
-    session.begin(limits).await?;
+    let limits = apply.settings.group_limits();
+    if let Some(shortest) = group.iter().map(|member| member.submission.kind.timeout).min()
+        && shortest < limits.statement
+    {
+        let statement = shortest;
+        session.limit(Limits { statement, ..limits }).await?;
+    }
     let submissions: Vec<&Submission> = group.iter().map(|member| &*member.submission).collect();
     let endings = fill(apply, &mut session, &submissions).await?;
     let committing = Instant::now();
