@@ -8,7 +8,6 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use time::OffsetDateTime;
 use tokio::sync::oneshot;
 use tokio::time::Instant;
 use tokio_util::task::TaskTracker;
@@ -34,7 +33,7 @@ const LIMITS: Limits = Limits {
 /// Most entries of a group.
 const LARGEST_GROUP: usize = 64;
 
-/// Connections that write groups.
+/// Connections that write groups of claims, and as many for settlements.
 const WRITERS: usize = 2;
 
 /// What came of a claim.
@@ -58,47 +57,40 @@ pub enum Unwritten {
     Unclear(Trouble),
 }
 
-enum Entry {
-    Claim {
-        forward: Arc<Forward>,
-        reply: oneshot::Sender<Result<Claim, Unwritten>>,
-    },
-    Settle {
-        tenant: Tenant,
-        answered: Box<Answered>,
-        reply: oneshot::Sender<Result<Option<Times>, Unwritten>>,
-    },
+/// What waits to be written: claims apart from settlements, so that each group is one statement.
+trait Entry: Queued + Send + Sized + 'static {
+    type Outcome: Send;
+
+    fn id(&self) -> &OperationId;
+
+    /// Writes these, which are of one tenant and in order of id; what came of each.
+    fn write_all(
+        book: &Book,
+        session: &mut Session,
+        tenant: &Tenant,
+        group: &[Self],
+    ) -> impl Future<Output = Result<Vec<Self::Outcome>, Error>> + Send;
+
+    fn answer(self, outcome: Self::Outcome);
+
+    fn fail(self, trouble: Trouble);
 }
 
-impl Queued for Entry {
-    fn tenant(&self) -> &Tenant {
-        match self {
-            Self::Claim { forward, .. } => &forward.tenant,
-            Self::Settle { tenant, .. } => tenant,
-        }
-    }
+struct Claiming {
+    forward: Arc<Forward>,
+    reply: oneshot::Sender<Result<Claim, Unwritten>>,
 }
 
-impl Entry {
-    fn id(&self) -> &OperationId {
-        match self {
-            Self::Claim { forward, .. } => &forward.id,
-            Self::Settle { answered, .. } => &answered.id,
-        }
-    }
-
-    fn fail(self, why: Unwritten) {
-        // Nobody may be waiting any more.
-        match self {
-            Self::Claim { reply, .. } => drop(reply.send(Err(why))),
-            Self::Settle { reply, .. } => drop(reply.send(Err(why))),
-        }
-    }
+struct Settling {
+    tenant: Tenant,
+    answered: Box<Answered>,
+    reply: oneshot::Sender<Result<Option<Times>, Unwritten>>,
 }
 
 pub struct Book {
     pool: Pool,
-    queue: Queue<Entry>,
+    claims: Queue<Claiming>,
+    settlements: Queue<Settling>,
     instance: Uuid,
     metrics: Arc<Metrics>,
     /// No more claims; settlements are taken to the end.
@@ -111,14 +103,16 @@ impl Book {
     pub fn open(pool: Pool, capacity: usize, instance: Uuid, metrics: Arc<Metrics>) -> Arc<Self> {
         let book = Arc::new(Self {
             pool,
-            queue: Queue::new(capacity),
+            claims: Queue::new(capacity),
+            settlements: Queue::new(capacity),
             instance,
             metrics,
             closed: AtomicBool::new(false),
             writers: TaskTracker::new(),
         });
         for _ in 0..WRITERS {
-            book.writers.spawn(write(book.clone()));
+            book.writers.spawn(write(book.clone(), |book| &book.claims));
+            book.writers.spawn(write(book.clone(), |book| &book.settlements));
         }
         book
     }
@@ -129,20 +123,25 @@ impl Book {
             return Err(Unwritten::Stopping);
         }
         let (reply, written) = oneshot::channel();
-        self.enter(Entry::Claim { forward, reply })?;
+        self.claims
+            .push(Claiming { forward, reply })
+            .map_err(|full| match full {
+                Full::Capacity(_) => Unwritten::Busy,
+                Full::Closed(_) => Unwritten::Stopping,
+            })?;
         written.await.unwrap_or(Err(Unwritten::Stopping))
     }
 
     /// Settles an attempt; `None` if its claim does not stand any more.
     pub async fn settle(&self, tenant: &Tenant, answered: Answered) -> Result<Option<Times>, Unwritten> {
         let (reply, written) = oneshot::channel();
-        let entry = Entry::Settle {
+        let entry = Settling {
             tenant: tenant.clone(),
             answered: Box::new(answered),
             reply,
         };
         // The answer is there and must not be lost for want of a place.
-        self.queue.put_back(vec![entry]);
+        self.settlements.put_back(vec![entry]);
         written.await.unwrap_or(Err(Unwritten::Stopping))
     }
 
@@ -153,25 +152,20 @@ impl Book {
 
     /// Ends when everything is written. Called when nobody writes any more.
     pub async fn finish(&self) {
-        self.queue.close();
+        self.claims.close();
+        self.settlements.close();
         self.writers.close();
         self.writers.wait().await;
     }
-
-    fn enter(&self, entry: Entry) -> Result<(), Unwritten> {
-        self.queue.push(entry).map_err(|full| match full {
-            Full::Capacity(_) => Unwritten::Busy,
-            Full::Closed(_) => Unwritten::Stopping,
-        })
-    }
 }
 
-async fn write(book: Arc<Book>) {
+async fn write<E: Entry>(book: Arc<Book>, queue: fn(&Book) -> &Queue<E>) {
     let mut kept = None;
-    while let Some((group, turn)) = book.queue.take(LARGEST_GROUP).await {
+    while let Some((group, turn)) = queue(&book).take(LARGEST_GROUP).await {
         let (group, later) = apart(group);
-        let written = commit(&book, &mut kept, &group, || drop(turn)).await;
-        book.queue.put_back(later);
+        let written = commit(&book, &mut kept, &group).await;
+        drop(turn);
+        queue(&book).put_back(later);
         match written {
             Ok(written) => answer(group, written),
             Err(error) => {
@@ -184,7 +178,7 @@ async fn write(book: Arc<Book>) {
 }
 
 /// Entries in order of id, and those whose id another entry of the group has: they go into the next one.
-fn apart(group: Vec<Entry>) -> (Vec<Entry>, Vec<Entry>) {
+fn apart<E: Entry>(group: Vec<E>) -> (Vec<E>, Vec<E>) {
     let mut seen = HashSet::with_capacity(group.len());
     let (mut first, later): (Vec<_>, Vec<_>) = group.into_iter().partition(|entry| seen.insert(entry.id().clone()));
     first.sort_unstable_by(|left, right| left.id().cmp(right.id()));
@@ -194,108 +188,133 @@ fn apart(group: Vec<Entry>) -> (Vec<Entry>, Vec<Entry>) {
 /// One entry that cannot be written must not keep the others from it. That is only so for what the server has refused:
 /// if the connection was lost, the whole group is in doubt. A claim that stands after all would meet itself then, and be
 /// taken for a rival's that somebody sends.
-async fn one_by_one(book: &Book, group: Vec<Entry>, error: &Error) {
+async fn one_by_one<E: Entry>(book: &Book, group: Vec<E>, error: &Error) {
     let together = group.len() == 1 || !error.is_refused();
     for entry in group {
         if together {
-            fail(entry, error.trouble());
+            entry.fail(error.trouble());
             continue;
         }
         let entry = vec![entry];
-        match commit(book, &mut None, &entry, || ()).await {
+        match commit(book, &mut None, &entry).await {
             Ok(written) => answer(entry, written),
             Err(error) => {
                 log(&error, 1);
-                entry.into_iter().for_each(|entry| fail(entry, error.trouble()));
+                entry.into_iter().for_each(|entry| entry.fail(error.trouble()));
             }
         }
     }
 }
 
-fn fail(entry: Entry, trouble: Trouble) {
-    match (entry, trouble) {
-        // The only lock a claim can wait for is a rival's claim of the same id.
-        (Entry::Claim { reply, .. }, Trouble::LockTimeout) => drop(reply.send(Ok(Claim::Contended))),
-        (entry, trouble) => entry.fail(Unwritten::Unclear(trouble)),
-    }
-}
-
-struct Written {
-    asked: Instant,
-    claimed: HashMap<String, OffsetDateTime>,
-    known: HashMap<String, Operation>,
-    settled: HashMap<String, Times>,
-}
-
-impl Written {
-    fn nothing_yet() -> Self {
-        Self {
-            asked: Instant::now(),
-            claimed: HashMap::new(),
-            known: HashMap::new(),
-            settled: HashMap::new(),
-        }
-    }
-}
-
-async fn commit(
-    book: &Book,
-    kept: &mut Option<Session>,
-    group: &[Entry],
-    before_commit: impl FnOnce(),
-) -> Result<Written, Error> {
+async fn commit<E: Entry>(book: &Book, kept: &mut Option<Session>, group: &[E]) -> Result<Vec<E::Outcome>, Error> {
+    let Some(tenant) = group.first().map(|entry| entry.tenant().clone()) else {
+        return Ok(Vec::new());
+    };
     let began = Instant::now();
     let mut session = match kept.take() {
         Some(session) => session,
         None => book.pool.session().await?,
     };
-    let claims = group
-        .iter()
-        .filter(|entry| matches!(entry, Entry::Claim { .. }))
-        .count();
-    let one_statement = claims == 0 || claims == group.len();
     // One statement is a transaction by itself: a round trip in place of three.
-    if one_statement && session.named_statements() {
+    if session.named_statements() {
         session.expect_answers(LIMITS);
     } else {
         session.begin(LIMITS).await?;
     }
-    let written = fill(book, &mut session, group).await?;
+    let written = E::write_all(book, &mut session, &tenant, group).await?;
     let committing = Instant::now();
-    before_commit();
     session.finish_if_begun().await?;
     book.metrics.group(group.len(), committing.elapsed(), began.elapsed());
     *kept = Some(session);
     Ok(written)
 }
 
-async fn fill(book: &Book, session: &mut Session, group: &[Entry]) -> Result<Written, Error> {
-    let mut written = Written::nothing_yet();
-    let Some(tenant) = group.first().map(|entry| entry.tenant().clone()) else {
-        return Ok(written);
-    };
-    let (mut claims, mut settlements) = (Vec::new(), Vec::new());
-    for entry in group {
-        match entry {
-            Entry::Claim { forward, .. } => claims.push(&**forward),
-            Entry::Settle { answered, .. } => settlements.push(&**answered),
-        }
+impl Queued for Claiming {
+    fn tenant(&self) -> &Tenant {
+        &self.forward.tenant
     }
-    if !settlements.is_empty() {
-        written.settled = forward::settle_all(session, &tenant, book.instance, LIMITS.lock, &settlements).await?;
+}
+
+impl Entry for Claiming {
+    type Outcome = Claim;
+
+    fn id(&self) -> &OperationId {
+        &self.forward.id
     }
-    if !claims.is_empty() {
-        written.claimed = forward::claim_all(session, &tenant, book.instance, LIMITS.lock, &claims).await?;
-        let losers: Vec<&str> = claims
+
+    async fn write_all(
+        book: &Book,
+        session: &mut Session,
+        tenant: &Tenant,
+        group: &[Self],
+    ) -> Result<Vec<Claim>, Error> {
+        let claims: Vec<_> = group.iter().map(|entry| &*entry.forward).collect();
+        let asked = Instant::now();
+        let claimed = forward::claim_all(session, tenant, book.instance, LIMITS.lock, &claims).await?;
+        let ids = claims.iter().map(|forward| forward.id.as_str());
+        let losers: Vec<_> = ids.clone().filter(|id| !claimed.contains_key(*id)).collect();
+        let mut known = match losers.is_empty() {
+            true => HashMap::new(),
+            false => known(session, tenant, &losers).await?,
+        };
+        let outcome = |id| match (claimed.contains_key(id), known.remove(id)) {
+            (true, _) => Claim::Won { asked },
+            (false, Some(operation)) => Claim::Lost(Box::new(operation)),
+            // Gone again between the two statements.
+            (false, None) => Claim::Contended,
+        };
+        Ok(ids.map(outcome).collect())
+    }
+
+    fn answer(self, outcome: Claim) {
+        // Nobody may be waiting any more.
+        let _ = self.reply.send(Ok(outcome));
+    }
+
+    fn fail(self, trouble: Trouble) {
+        let _ = self.reply.send(match trouble {
+            // The only lock a claim can wait for is a rival's claim of the same id.
+            Trouble::LockTimeout => Ok(Claim::Contended),
+            Trouble::Passing | Trouble::Lasting => Err(Unwritten::Unclear(trouble)),
+        });
+    }
+}
+
+impl Queued for Settling {
+    fn tenant(&self) -> &Tenant {
+        &self.tenant
+    }
+}
+
+impl Entry for Settling {
+    type Outcome = Option<Times>;
+
+    fn id(&self) -> &OperationId {
+        &self.answered.id
+    }
+
+    async fn write_all(
+        book: &Book,
+        session: &mut Session,
+        tenant: &Tenant,
+        group: &[Self],
+    ) -> Result<Vec<Option<Times>>, Error> {
+        let answered: Vec<_> = group.iter().map(|entry| &*entry.answered).collect();
+        let mut settled = forward::settle_all(session, tenant, book.instance, LIMITS.lock, &answered).await?;
+        Ok(answered
             .iter()
-            .map(|forward| forward.id.as_str())
-            .filter(|id| !written.claimed.contains_key(*id))
-            .collect();
-        if !losers.is_empty() {
-            written.known = known(session, &tenant, &losers).await?;
-        }
+            .map(|answered| settled.remove(answered.id.as_str()))
+            .collect())
     }
-    Ok(written)
+
+    fn answer(self, outcome: Option<Times>) {
+        // Nobody may be waiting any more.
+        let _ = self.reply.send(Ok(outcome));
+    }
+
+    fn fail(self, trouble: Trouble) {
+        let _ = self.reply.send(Err(Unwritten::Unclear(trouble)));
+    }
 }
 
 /// A statement of its own, which sees the winners' commits.
@@ -310,22 +329,9 @@ async fn known(session: &mut Session, tenant: &Tenant, ids: &[&str]) -> Result<H
     }
 }
 
-fn answer(group: Vec<Entry>, mut written: Written) {
-    for entry in group {
-        let id = entry.id().as_str().to_owned();
-        // Nobody may be waiting any more.
-        match entry {
-            Entry::Claim { reply, .. } => {
-                let claim = match (written.claimed.remove(&id), written.known.remove(&id)) {
-                    (Some(_), _) => Claim::Won { asked: written.asked },
-                    (None, Some(operation)) => Claim::Lost(Box::new(operation)),
-                    // Gone again between the two statements.
-                    (None, None) => Claim::Contended,
-                };
-                drop(reply.send(Ok(claim)));
-            }
-            Entry::Settle { reply, .. } => drop(reply.send(Ok(written.settled.remove(&id)))),
-        }
+fn answer<E: Entry>(group: Vec<E>, outcomes: Vec<E::Outcome>) {
+    for (entry, outcome) in group.into_iter().zip(outcomes) {
+        entry.answer(outcome);
     }
 }
 
