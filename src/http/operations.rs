@@ -53,13 +53,16 @@ async fn submit(State(app): State<Arc<App>>, headers: HeaderMap, body: Body) -> 
     let key = extract::key(&headers)?;
     let body = extract::json_body(&app, &headers, body).await?;
     let preference = extract::preference(&headers);
-    let outcome = match admit(&app, &caller, key, &headers, &body) {
+    let admitted = admit(&app, &caller, key, &headers, &body);
+    // Nothing of the request is needed any more, and it may have to wait for long.
+    drop((headers, body));
+    let outcome = match admitted {
         Ok(Admitted::Function(submission, mode)) => {
             note(&submission);
             app.intake.submit(submission, mode, preference).await
         }
         Ok(Admitted::Downstream(forward, downstream, route)) => {
-            return proxy::settle(&app, forward, downstream, route, &headers).await;
+            return proxy::settle(&app, forward, downstream, route, preference).await;
         }
         // It could not run as a new operation; but if its id is known, the caller is told what became of it: a retry
         // must not be refused because the schema was tightened since.

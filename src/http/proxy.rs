@@ -20,6 +20,7 @@ use super::App;
 use super::answer::{self, answer};
 use super::extract;
 use super::problem::{Code, Problem};
+use crate::engine::intake::Preference;
 use crate::engine::outcome::Outcome;
 use crate::engine::perform::{Delivered, Passing, Piece};
 use crate::ledger::canonical;
@@ -54,7 +55,7 @@ fn every_method() -> MethodRouter<Arc<App>> {
 
 async fn proxy(State(app): State<Arc<App>>, request: Request) -> Result<Response, Problem> {
     let (parts, body) = request.into_parts();
-    let lines = &parts.headers;
+    let (lines, method) = (&parts.headers, parts.method.clone());
     let caller = extract::caller(&app, lines, &[Role::Agent]).await?;
     let (downstream, rest) = downstream(&app, &caller, parts.uri.path())?;
     if lines.contains_key(UPGRADE) {
@@ -63,8 +64,8 @@ async fn proxy(State(app): State<Arc<App>>, request: Request) -> Result<Response
     }
     let path_and_query = path::join(&downstream.base, rest, parts.uri.query())
         .map_err(|refused| Problem::new(Code::RequestInvalid, format!("this path is not forwarded: {refused}")))?;
-    let route = downstream.route(&parts.method, rest).clone();
-    let is_safe = [Method::GET, Method::HEAD, Method::OPTIONS].contains(&parts.method);
+    let route = downstream.route(&method, rest).clone();
+    let is_safe = [Method::GET, Method::HEAD, Method::OPTIONS].contains(&method);
     let key = if is_safe { None } else { extract::key(lines)? };
     if key.is_none() && !is_safe && route.key_required {
         let detail = "send an Idempotency-Key: one key per intended action, the same on every retry";
@@ -72,7 +73,7 @@ async fn proxy(State(app): State<Arc<App>>, request: Request) -> Result<Response
     }
     let body = extract::body(&app, lines, body, downstream.limits.request_bytes).await?;
     let request = send::Request {
-        method: parts.method,
+        method,
         path_and_query,
         headers: headers::forwarded(lines),
         body,
@@ -82,7 +83,10 @@ async fn proxy(State(app): State<Arc<App>>, request: Request) -> Result<Response
         return Ok(pass_on(passing));
     };
     let forward = describe(&app, &caller, lines, &downstream, &route, rest, id, request);
-    settle(&app, forward, downstream, route, lines).await
+    let preference = extract::preference(lines);
+    // Its lines are slices of the connection's read buffer, which would have to wait as long as the caller does.
+    drop(parts);
+    settle(&app, forward, downstream, route, preference).await
 }
 
 /// Forwards it, and waits for what the downstream's abilities can still make of it.
@@ -91,10 +95,9 @@ pub async fn settle(
     forward: Forward,
     downstream: Arc<Downstream>,
     route: Arc<Route>,
-    lines: &HeaderMap,
+    preference: Preference,
 ) -> Result<Response, Problem> {
     note(&forward);
-    let preference = extract::preference(lines);
     let (tenant, id, fingerprint) = (forward.tenant.clone(), forward.id.clone(), forward.fingerprint);
     let recovers = matches!(route.ability, Ability::Key { .. } | Ability::Conditional { .. });
     let delivered = app
