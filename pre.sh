@@ -1,0 +1,2 @@
+#!/bin/bash
+exec /tmp/p1/op-je "$@"
