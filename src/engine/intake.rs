@@ -139,7 +139,7 @@ impl Intake {
             State::WaitingApproval
             | State::Running
             | State::RetryWait
-            | State::NeedsReconciliation
+            | State::NeedsReconciliation { .. }
             | State::Rejected(_)
             | State::Cancelled(_)
             | State::Succeeded(_)
@@ -539,7 +539,7 @@ impl Intake {
                 repeated: true,
             }
             | Outcome::InProgress { operation }
-            | Outcome::Unknown { operation }
+            | Outcome::Unknown { operation, .. }
             | Outcome::Expired { operation, .. }
             | Outcome::NotStored { operation, .. } => Some(operation),
             // A mismatch leaves nothing behind, not even a count.

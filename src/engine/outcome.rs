@@ -28,8 +28,8 @@ pub enum Outcome {
     Accepted { operation: Known, repeated: bool },
     /// Another delivery is at it.
     InProgress { operation: Known },
-    /// It may have acted; nobody knows.
-    Unknown { operation: Known },
+    /// It may have acted; nobody knows. `recovers`: that may change without anybody's doing.
+    Unknown { operation: Known, recovers: bool },
     /// The id belongs to another payload or kind.
     Mismatch {
         original: Known,
@@ -104,7 +104,10 @@ impl Outcome {
                 repeated: true,
             },
             Verdict::InProgress => Self::InProgress { operation: known },
-            Verdict::Unknown => Self::Unknown { operation: known },
+            Verdict::Unknown { recovers } => Self::Unknown {
+                operation: known,
+                recovers,
+            },
             Verdict::Replay(receipt) => match operation.state.settlement() {
                 Some(settlement) => Self::Settled {
                     operation: known,
@@ -137,7 +140,8 @@ impl Outcome {
     /// Whether it may change without anybody's doing.
     pub fn may_settle_soon(&self) -> bool {
         match self {
-            Self::InProgress { .. } | Self::Unknown { .. } => true,
+            Self::InProgress { .. } => true,
+            Self::Unknown { recovers, .. } => *recovers,
             Self::Accepted { operation, .. } => {
                 matches!(operation.state, None | Some(StateName::Running | StateName::RetryWait))
             }

@@ -42,7 +42,7 @@ pub fn answer(outcome: Result<Outcome, Refusal>, preference: Preference) -> Resp
         .of(&operation)
         .retry_after(ASK_AGAIN)
         .into_response(),
-        Ok(Outcome::Unknown { operation }) => Problem::new(
+        Ok(Outcome::Unknown { operation, .. }) => Problem::new(
             Code::OutcomeUnknown,
             "this operation may have taken effect and nobody can know yet; do not send it again under any key, read operation_url until it is settled",
         )

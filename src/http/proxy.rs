@@ -99,7 +99,7 @@ pub async fn settle(
 ) -> Result<Response, Problem> {
     note(&forward);
     let (tenant, id, fingerprint) = (forward.tenant.clone(), forward.id.clone(), forward.fingerprint);
-    let recovers = matches!(route.ability, Ability::Key { .. } | Ability::Conditional { .. });
+    let is_repeated = matches!(route.ability, Ability::Key { .. } | Ability::Conditional { .. });
     let delivered = app
         .perform
         .deliver(forward, downstream, route, preference.respond_async)
@@ -115,7 +115,7 @@ pub async fn settle(
     };
     let outcome = match outcome {
         Ok(outcome) => {
-            let usual = || patience(&outcome, recovers, preference.respond_async);
+            let usual = || patience(&outcome, is_repeated, preference.respond_async);
             match preference.wait.or_else(usual) {
                 Some(patience) => {
                     app.perform
@@ -135,13 +135,14 @@ pub async fn settle(
     Ok(answer(outcome, preference))
 }
 
-/// Without a wish, a caller waits for what is likely to settle soon, but not for another delivery's attempt.
-fn patience(outcome: &Outcome, recovers: bool, respond_async: bool) -> Option<Duration> {
+/// Without a wish, a caller waits for what is likely to settle soon, but not for another delivery's attempt, nor for a
+/// look-up, which may take as long as a request may be on its way.
+fn patience(outcome: &Outcome, is_repeated: bool, respond_async: bool) -> Option<Duration> {
     if respond_async {
         return None;
     }
     match outcome {
-        Outcome::Unknown { .. } => recovers.then_some(PATIENCE),
+        Outcome::Unknown { recovers, .. } => (*recovers && is_repeated).then_some(PATIENCE),
         Outcome::Accepted { operation, .. } => (operation.state == Some(StateName::RetryWait)).then_some(PATIENCE),
         Outcome::Settled { .. }
         | Outcome::InProgress { .. }

@@ -134,7 +134,10 @@ pub enum State {
     WaitingApproval,
     Running,
     RetryWait,
-    NeedsReconciliation,
+    NeedsReconciliation {
+        /// Whether recovery goes on by itself; if not, only a person ends it.
+        recovers: bool,
+    },
     Rejected(Settlement),
     Cancelled(Settlement),
     Succeeded(Settlement),
@@ -192,8 +195,8 @@ pub enum Verdict {
     InProgress,
     /// Stored, not settled: planned, waiting for a decision or for its next attempt.
     Accepted,
-    /// It may have acted; nobody knows.
-    Unknown,
+    /// It may have acted; nobody knows. Whether that may change without anybody's doing.
+    Unknown { recovers: bool },
 }
 
 impl Operation {
@@ -205,7 +208,7 @@ impl Operation {
         match &self.state {
             State::Planned | State::WaitingApproval | State::RetryWait => Verdict::Accepted,
             State::Running => Verdict::InProgress,
-            State::NeedsReconciliation => Verdict::Unknown,
+            State::NeedsReconciliation { recovers } => Verdict::Unknown { recovers: *recovers },
             State::Rejected(settlement)
             | State::Cancelled(settlement)
             | State::Succeeded(settlement)
@@ -227,7 +230,7 @@ impl State {
             Self::WaitingApproval => StateName::WaitingApproval,
             Self::Running => StateName::Running,
             Self::RetryWait => StateName::RetryWait,
-            Self::NeedsReconciliation => StateName::NeedsReconciliation,
+            Self::NeedsReconciliation { .. } => StateName::NeedsReconciliation,
             Self::Rejected(_) => StateName::Rejected,
             Self::Cancelled(_) => StateName::Cancelled,
             Self::Succeeded(_) => StateName::Succeeded,
@@ -246,7 +249,11 @@ impl State {
             | Self::Failed(settlement)
             | Self::Compensating(settlement)
             | Self::Compensated(settlement) => Some(settlement),
-            Self::Planned | Self::WaitingApproval | Self::Running | Self::RetryWait | Self::NeedsReconciliation => None,
+            Self::Planned
+            | Self::WaitingApproval
+            | Self::Running
+            | Self::RetryWait
+            | Self::NeedsReconciliation { .. } => None,
         }
     }
 }
@@ -276,7 +283,7 @@ mod tests {
             State::WaitingApproval,
             State::Running,
             State::RetryWait,
-            State::NeedsReconciliation,
+            State::NeedsReconciliation { recovers: true },
             State::Rejected(settled()),
             State::Cancelled(settled()),
             State::Succeeded(settled()),
@@ -325,7 +332,7 @@ mod tests {
         let expected = |state: &State| match state.name() {
             StateName::Planned | StateName::WaitingApproval | StateName::RetryWait => Verdict::Accepted,
             StateName::Running => Verdict::InProgress,
-            StateName::NeedsReconciliation => Verdict::Unknown,
+            StateName::NeedsReconciliation => Verdict::Unknown { recovers: true },
             StateName::Rejected
             | StateName::Cancelled
             | StateName::Succeeded

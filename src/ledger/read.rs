@@ -28,7 +28,7 @@ pub async fn existing(session: &mut Session, tenant: &Tenant, ids: &[&str]) -> R
         Stored,
         r#"
         select o.operation_id, o.kind, o.state, o.fingerprint, o.attempt, o.version, o.requested_by, o.trace_parent,
-               o.created_at, o.settled_at, o.receipt_expires_at,
+               o.created_at, o.settled_at, o.receipt_expires_at, o.due_at is not null as "is_due!",
                statement_timestamp() as "read_at!",
                r.status as "status?", r.headers::text as headers, r.body as "body?", r.body_sha256 as "body_sha256?",
                r.omitted_bytes
@@ -63,6 +63,7 @@ struct Stored {
     created_at: OffsetDateTime,
     settled_at: Option<OffsetDateTime>,
     receipt_expires_at: Option<OffsetDateTime>,
+    is_due: bool,
     read_at: OffsetDateTime,
     status: Option<i16>,
     headers: Option<String>,
@@ -105,7 +106,9 @@ impl Stored {
             StateName::WaitingApproval => State::WaitingApproval,
             StateName::Running => State::Running,
             StateName::RetryWait => State::RetryWait,
-            StateName::NeedsReconciliation => State::NeedsReconciliation,
+            StateName::NeedsReconciliation => State::NeedsReconciliation {
+                recovers: self.is_due,
+            },
             StateName::Rejected => State::Rejected(self.settlement()?),
             StateName::Cancelled => State::Cancelled(self.settlement()?),
             StateName::Succeeded => State::Succeeded(self.settlement()?),

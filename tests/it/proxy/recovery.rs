@@ -125,6 +125,23 @@ async fn sends_under_a_key_come_to_an_end_and_the_rest_is_for_people() {
     assert_eq!(bench.pay.count(), 3);
 }
 
+/// Whoever would wait for it waits for a person, and those take longer.
+#[tokio::test]
+async fn nobody_waits_for_what_only_a_person_can_end() {
+    let bench = Bench::with(&KEY.replace("first_delay", "max_attempts = 2, first_delay")).await;
+    bench.pay.answers(|_| Script::new().reset());
+    let began = std::time::Instant::now();
+    // The first waits for the second send, and no longer.
+    bench.post("k", "/charges", "{}").await.is(409, "outcome-unknown");
+    assert_eq!(bench.pay.count(), 2);
+    bench.post("k", "/charges", "{}").await.is(409, "outcome-unknown");
+    let lines = [("idempotency-key", "k"), JSON, ("prefer", "wait=30")];
+    let patient = bench.agent().send("POST", "/v1/proxy/pay/charges", &lines, "{}").await;
+    patient.is(409, "outcome-unknown");
+    assert!(began.elapsed() < Duration::from_secs(8), "{:?}", began.elapsed());
+    assert_eq!(bench.pay.count(), 2);
+}
+
 const OBJECT: &str = "[[routes]]\npath = \"/objects/*\"\nidempotency = \"conditional\"\n\
      read_back = { path = \"/objects/{/name}\", ours = { \"/ref\" = \"{operation_id}\" } }\n\
      retry = { first_delay = \"50ms\" }\n";
