@@ -62,6 +62,10 @@ async fn proxy(State(app): State<Arc<App>>, request: Request) -> Result<Response
         let detail = "this route forwards requests and their answers; it cannot switch to another protocol (Upgrade)";
         return Err(Problem::new(Code::RequestInvalid, detail));
     }
+    if lines.get_all(CONTENT_TYPE).iter().nth(1).is_some() {
+        let detail = "Content-Type was sent more than once; send one line: what is compared must be what is sent";
+        return Err(Problem::new(Code::RequestInvalid, detail));
+    }
     let path_and_query = path::join(&downstream.base, rest, parts.uri.query())
         .map_err(|refused| Problem::new(Code::RequestInvalid, format!("this path is not forwarded: {refused}")))?;
     let route = downstream.route(&method, rest).clone();

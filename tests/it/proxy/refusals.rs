@@ -39,6 +39,17 @@ async fn a_refusal_of_ours_is_never_a_result() {
         .is(405, "method-not-allowed");
     let twice = [("idempotency-key", "k"), ("idempotency-key", "k")];
     agent.send("POST", target, &twice, "{}").await.is(400, "key-conflict");
+    // One would be compared, and both be sent.
+    let types = [
+        ("idempotency-key", "k"),
+        ("content-type", "application/json"),
+        ("content-type", "text/plain"),
+    ];
+    agent.send("POST", target, &types, "{}").await.is(400, "request-invalid");
+    agent
+        .send("GET", target, &types[1..], "")
+        .await
+        .is(400, "request-invalid");
     for upgrade in ["websocket", "h2c"] {
         let lines = [
             ("idempotency-key", "k"),
