@@ -7,7 +7,7 @@ use tokio::sync::oneshot;
 use tokio::time::Instant;
 
 use super::Perform;
-use super::attempt::Attempt;
+use super::attempt::{Attempt, SEND_WITHIN};
 use super::undo::{Begun, Undoing};
 use crate::engine::intake::refusal;
 use crate::engine::outcome::{Known, Refusal};
@@ -232,7 +232,9 @@ impl Perform {
         let longest = self
             .declared(stored)
             .map_or(UNDECLARED_IN_FLIGHT, |(_, route)| route.max_in_flight);
-        let wait = longest.saturating_sub(stored.since_last_send.unwrap_or(longest));
+        // A send may have begun a little after its claim.
+        let over = longest.saturating_add(SEND_WITHIN);
+        let wait = over.saturating_sub(stored.since_last_send.unwrap_or(over));
         if !wait.is_zero() {
             return Err(NotResolved::TooEarly { known: known(), wait });
         }
