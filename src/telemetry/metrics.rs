@@ -221,6 +221,12 @@ impl Metrics {
         self.deliveries.get_or_create(&DeliveryLabels { outcome }).inc();
     }
 
+    /// Counts a delivery whose answer was passed on and is too large to be given again.
+    pub fn passed_on(&self, status: u16) {
+        let outcome = if status < 400 { "effect" } else { "refused" };
+        self.deliveries.get_or_create(&DeliveryLabels { outcome }).inc();
+    }
+
     /// Counts an effect that this process committed, whether or not anybody still waits for its answer.
     pub fn committed_effect(&self) {
         self.effects.inc();

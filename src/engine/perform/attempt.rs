@@ -23,6 +23,7 @@ use crate::outbound::downstream::{Downstream, Route};
 use crate::outbound::headers;
 use crate::outbound::retry_after::retry_after;
 use crate::outbound::send::{Answer, Failure, NotSent, Ready, Unknown};
+use crate::telemetry::metrics::Metrics;
 use crate::telemetry::trace;
 
 /// Pieces of a streamed answer that wait for a slow caller.
@@ -87,7 +88,7 @@ impl Attempt {
         if let Some(parent) = self.forward.trace_parent.as_deref().and_then(|text| text.parse().ok()) {
             trace::continue_from(&span, &parent);
         }
-        let caller = ToCaller::new(reply, self.perform.tasks.clone());
+        let caller = ToCaller::new(reply, self.perform.tasks.clone(), self.perform.metrics.clone());
         self.perform(ready, caller).instrument(span).await;
     }
 
@@ -519,16 +520,21 @@ struct ToCaller {
     reply: Option<Reply>,
     pieces: Option<mpsc::Sender<Piece>>,
     streaming: bool,
+    /// The caller has the head, and the delivery is not counted yet: whoever gets a whole answer counts for itself.
+    uncounted: bool,
     tasks: TaskTracker,
+    metrics: Arc<Metrics>,
 }
 
 impl ToCaller {
-    fn new(reply: Option<Reply>, tasks: TaskTracker) -> Self {
+    fn new(reply: Option<Reply>, tasks: TaskTracker, metrics: Arc<Metrics>) -> Self {
         Self {
             reply,
             pieces: None,
             streaming: false,
+            uncounted: false,
             tasks,
+            metrics,
         }
     }
 
@@ -550,6 +556,7 @@ impl ToCaller {
         // Whoever has gone away gets no pieces.
         if reply.send(Ok(Delivered::Passing(passing))).is_ok() {
             self.pieces = Some(pieces);
+            self.uncounted = true;
         }
     }
 
@@ -570,12 +577,26 @@ impl ToCaller {
     fn refuse(&mut self, refusal: Refusal) {
         // A stream that ends well would be an acknowledgement.
         self.cut();
+        self.count(Err(&refusal));
         if let Some(reply) = self.reply.take() {
             drop(reply.send(Err(refusal)));
         }
     }
 
+    /// A stream is counted by how it ends, once.
+    fn count(&mut self, outcome: Result<&Outcome, &Refusal>) {
+        if !std::mem::take(&mut self.uncounted) {
+            return;
+        }
+        match outcome {
+            // Too large for those who come later; this caller has got it.
+            Ok(Outcome::NotStored { receipt, .. }) => self.metrics.passed_on(receipt.status),
+            outcome => self.metrics.delivered(outcome),
+        }
+    }
+
     fn end(mut self, outcome: Outcome) {
+        self.count(Ok(&outcome));
         if let Some(reply) = self.reply.take() {
             drop(reply.send(Ok(Delivered::First(outcome))));
         }

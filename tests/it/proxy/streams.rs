@@ -146,6 +146,48 @@ async fn a_stream_that_is_cut_off_is_unknown_and_never_replayed() {
     }
 }
 
+/// How often a delivery has come to this, by the service's own count.
+async fn delivered(bench: &Bench, outcome: &str) -> u64 {
+    let metrics = bench.agent().get("/metrics").await;
+    let text = String::from_utf8(metrics.body.to_vec()).unwrap();
+    let name = format!("opledger_deliveries_total{{outcome=\"{outcome}\"}} ");
+    let line = text.lines().find_map(|line| line.strip_prefix(&name));
+    line.map_or(0, |count| count.parse().unwrap())
+}
+
+#[tokio::test]
+async fn a_delivery_that_is_streamed_is_counted_once_by_how_it_ends() {
+    let bench = Bench::with("max_stored_body = 100").await;
+    let event = |end: Script| {
+        let head = format!("{EVENTS}Transfer-Encoding: chunked\r\n\r\n9\r\ndata: 1\n\n\r\n");
+        Script::new().then(head).pause(Duration::from_millis(20)).before(end)
+    };
+    let counts = async || {
+        let mut counts = Vec::new();
+        for outcome in ["effect", "refused", "unknown", "replay", "not_stored"] {
+            counts.push(delivered(&bench, outcome).await);
+        }
+        counts
+    };
+    bench.pay.plan(event(Script::new().then("0\r\n\r\n")));
+    reader(&bench, "whole", "/x").await.rest().await;
+    assert_eq!(counts().await, [1, 0, 0, 0, 0]);
+    bench.pay.plan(event(Script::new().close()));
+    reader(&bench, "cut", "/x").await.rest().await;
+    bench.until("cut", "needs_reconciliation").await;
+    crate::support::until("it is counted", async || counts().await == [1, 0, 1, 0, 0]).await;
+    // Too large to store, and passed on for that.
+    bench.pay.plan(Script::answer(200, "x".repeat(200)));
+    assert_eq!(bench.post("large", "/x", "{}").await.succeeded().body.len(), 200);
+    bench.pay.plan(Script::answer(402, "x".repeat(200)));
+    assert_eq!(bench.post("refused", "/x", "{}").await.status, 402);
+    assert_eq!(counts().await, [2, 1, 1, 0, 0]);
+    // Later deliveries are what they were.
+    reader(&bench, "whole", "/x").await.rest().await;
+    bench.post("large", "/x", "{}").await.is(410, "response-not-stored");
+    assert_eq!(counts().await, [2, 1, 1, 1, 1]);
+}
+
 #[tokio::test]
 async fn a_reader_that_leaves_a_stream_does_not_stop_it() {
     let bench = Bench::start().await;
