@@ -1,12 +1,14 @@
 //! The sandbox keeps what it promises: what it counts is what other tests and people believe.
 
 use std::process::Stdio;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use opledger::sandbox::{self, Settings};
 use serde_json::Value;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
+
+use crate::support::until;
 
 struct Sandbox(sandbox::Running);
 
@@ -50,6 +52,13 @@ impl Sandbox {
     async fn charge(&self, ability: &str, reference: &str, lines: &str) -> Wire {
         let body = format!(r#"{{"amount":500,"ref":"{reference}"}}"#);
         self.send("POST", &format!("/{ability}/charges"), lines, &body).await
+    }
+
+    /// Lets requests of this reference go on; how many were held.
+    async fn release(&self, reference: &str) -> u64 {
+        let answer = self.send("POST", &format!("/_release?ref={reference}"), "", "").await;
+        let document: Value = serde_json::from_str(answer.body()).unwrap();
+        document["released"].as_u64().unwrap()
     }
 
     async fn count(&self, what: &str, reference: &str) -> u64 {
@@ -165,6 +174,84 @@ async fn what_is_odd_is_whole() {
         .charge("none", "t", "Sandbox-Fault: drop-after, times=1\r\n")
         .await;
     assert_eq!((first.status(), second.status()), (0, 201));
+}
+
+#[tokio::test]
+async fn what_waits_waits_before_or_after_the_effect_and_what_is_held_until_it_is_released() {
+    const PAUSE: Duration = Duration::from_millis(700);
+    let sandbox = Sandbox::start().await;
+    for (fault, effects_meanwhile) in [("delay=700ms", 0), ("delay-after=700ms", 1), ("hold", 0)] {
+        let reference = fault.split('=').next().unwrap();
+        let began = Instant::now();
+        let lines = format!("Sandbox-Fault: {fault}\r\n");
+        let charge = sandbox.charge("none", reference, &lines);
+        let watch = async {
+            until("it is received", async || {
+                sandbox.count("_requests", reference).await == 1
+            })
+            .await;
+            until("it waits", async || {
+                sandbox.count("_effects", reference).await == effects_meanwhile
+            })
+            .await;
+            if fault == "hold" {
+                // For as long as nobody releases it; and another reference's release is none.
+                assert_eq!(sandbox.release("other").await, 0);
+                tokio::time::sleep(PAUSE).await;
+                assert_eq!(sandbox.count("_effects", reference).await, 0);
+                assert_eq!(sandbox.release(reference).await, 1);
+            } else {
+                assert!(began.elapsed() < PAUSE, "too slow to see it wait");
+            }
+        };
+        let (charged, ()) = tokio::join!(charge, watch);
+        assert_eq!(charged.status(), 201, "{fault}");
+        assert!(began.elapsed() >= PAUSE, "{fault}: {:?}", began.elapsed());
+        assert_eq!(sandbox.count("_effects", reference).await, 1, "{fault}");
+    }
+    assert_eq!(sandbox.release("hold").await, 0, "it is released once");
+}
+
+#[tokio::test]
+async fn a_forgotten_key_acts_again_and_is_remembered_from_then_on() {
+    let sandbox = Sandbox::start().await;
+    let charge = async |fault: &str| {
+        let lines = format!("Idempotency-Key: k\r\n{fault}");
+        sandbox.charge("key", "a", &lines).await
+    };
+    let first = charge("").await;
+    let forgotten = charge("Sandbox-Fault: forget-key\r\n").await;
+    assert_eq!((first.status(), forgotten.status()), (201, 201));
+    assert_ne!(first.body(), forgotten.body());
+    assert!(!forgotten.text.contains("idempotent-replayed"));
+    assert_eq!(charge("").await.body(), forgotten.body());
+    assert_eq!(sandbox.count("_effects", "a").await, 2);
+}
+
+#[tokio::test]
+async fn an_idle_connection_is_closed_after_its_answer_where_that_is_asked_for() {
+    let sandbox = Sandbox::start().await;
+    for (fault, closed) in [("close-idle", true), ("odd-json", false)] {
+        let mut stream = TcpStream::connect(sandbox.0.address).await.unwrap();
+        let body = format!(r#"{{"amount":500,"ref":"{fault}"}}"#);
+        let request = format!(
+            "POST /none/charges HTTP/1.1\r\nHost: sandbox\r\nSandbox-Fault: {fault}\r\nContent-Length: {}\r\n\r\n{body}",
+            body.len()
+        );
+        stream.write_all(request.as_bytes()).await.unwrap();
+        let mut received = Vec::new();
+        // Nothing in the answer announces it: a client would use the connection again.
+        let limit = Duration::from_millis(if closed { 10_000 } else { 500 });
+        let read = tokio::time::timeout(limit, stream.read_to_end(&mut received)).await;
+        let text = String::from_utf8_lossy(&received).to_ascii_lowercase();
+        assert!(
+            text.starts_with("http/1.1 201") && text.ends_with('}'),
+            "{fault}: {text}"
+        );
+        assert!(!text.contains("connection: close"), "{text}");
+        assert_eq!(read.is_ok_and(|read| read.is_ok()), closed, "{fault}");
+        assert_eq!(sandbox.count("_effects", fault).await, 1);
+    }
 }
 
 #[tokio::test]
