@@ -42,12 +42,7 @@ pub fn answer(outcome: Result<Outcome, Refusal>, preference: Preference) -> Resp
         .of(&operation)
         .retry_after(ASK_AGAIN)
         .into_response(),
-        Ok(Outcome::Unknown { operation, .. }) => Problem::new(
-            Code::OutcomeUnknown,
-            "this operation may have taken effect and nobody can know yet; do not send it again under any key, read operation_url until it is settled",
-        )
-        .of(&operation)
-        .into_response(),
+        Ok(Outcome::Unknown { operation, .. }) => unknown(&operation),
         Ok(Outcome::Mismatch { original, created_at, requested }) => mismatch(&original, created_at.map(format_time), requested),
         Ok(Outcome::Expired { operation, settled_at, expires_at }) => {
             let mut response = Problem::new(
@@ -74,6 +69,15 @@ pub fn answer(outcome: Result<Outcome, Refusal>, preference: Preference) -> Resp
         note_preference(response.headers_mut(), preference);
     }
     response
+}
+
+fn unknown(operation: &Known) -> Response {
+    let detail = if operation.state == Some(StateName::Compensating) {
+        "this operation may have taken effect, and its reversal is not known to have succeeded yet; do not send it again under any key, read operation_url until it is settled"
+    } else {
+        "this operation may have taken effect and nobody can know yet; do not send it again under any key, read operation_url until it is settled"
+    };
+    Problem::new(Code::OutcomeUnknown, detail).of(operation).into_response()
 }
 
 /// 410: the effect stands, nothing is sent again, and this is all that is left of the answer.

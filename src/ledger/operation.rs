@@ -142,7 +142,8 @@ pub enum State {
     Cancelled(Settlement),
     Succeeded(Settlement),
     Failed(Settlement),
-    Compensating(Settlement),
+    /// `None` if its outcome was unknown before.
+    Compensating(Option<Settlement>),
     Compensated(Settlement),
 }
 
@@ -209,11 +210,13 @@ impl Operation {
             State::Planned | State::WaitingApproval | State::RetryWait => Verdict::Accepted,
             State::Running => Verdict::InProgress,
             State::NeedsReconciliation { recovers } => Verdict::Unknown { recovers: *recovers },
+            // Its reversal may need a person, too.
+            State::Compensating(None) => Verdict::Unknown { recovers: false },
             State::Rejected(settlement)
             | State::Cancelled(settlement)
             | State::Succeeded(settlement)
             | State::Failed(settlement)
-            | State::Compensating(settlement)
+            | State::Compensating(Some(settlement))
             | State::Compensated(settlement) => match &settlement.answer {
                 Answer::Kept(receipt) if receipt.omitted.is_some() => Verdict::NotStored(receipt.clone()),
                 Answer::Kept(receipt) => Verdict::Replay(receipt.clone()),
@@ -247,8 +250,8 @@ impl State {
             | Self::Cancelled(settlement)
             | Self::Succeeded(settlement)
             | Self::Failed(settlement)
-            | Self::Compensating(settlement)
             | Self::Compensated(settlement) => Some(settlement),
+            Self::Compensating(settlement) => settlement.as_ref(),
             Self::Planned
             | Self::WaitingApproval
             | Self::Running
@@ -288,7 +291,7 @@ mod tests {
             State::Cancelled(settled()),
             State::Succeeded(settled()),
             State::Failed(settled()),
-            State::Compensating(settled()),
+            State::Compensating(Some(settled())),
             State::Compensated(settled()),
         ]
     }
@@ -348,6 +351,17 @@ mod tests {
                 state.name()
             );
         }
+    }
+
+    #[test]
+    fn what_was_unknown_stays_so_while_it_is_being_undone() {
+        let undone = operation(State::Compensating(None));
+        assert_eq!(undone.state.settlement(), None);
+        assert_eq!(
+            undone.on_request(&fingerprint('a')),
+            Verdict::Unknown { recovers: false }
+        );
+        assert_eq!(undone.on_request(&fingerprint('b')), Verdict::Mismatch);
     }
 
     #[test]

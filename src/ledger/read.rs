@@ -106,14 +106,15 @@ impl Stored {
             StateName::WaitingApproval => State::WaitingApproval,
             StateName::Running => State::Running,
             StateName::RetryWait => State::RetryWait,
-            StateName::NeedsReconciliation => State::NeedsReconciliation {
-                recovers: self.is_due,
-            },
+            StateName::NeedsReconciliation => State::NeedsReconciliation { recovers: self.is_due },
             StateName::Rejected => State::Rejected(self.settlement()?),
             StateName::Cancelled => State::Cancelled(self.settlement()?),
             StateName::Succeeded => State::Succeeded(self.settlement()?),
             StateName::Failed => State::Failed(self.settlement()?),
-            StateName::Compensating => State::Compensating(self.settlement()?),
+            StateName::Compensating => State::Compensating(match self.settled_at {
+                Some(_) => Some(self.settlement()?),
+                None => None,
+            }),
             StateName::Compensated => State::Compensated(self.settlement()?),
         })
     }

@@ -349,7 +349,8 @@ impl Decision {
                 "failed: nothing is sent; callers are told from now on that it had no effect, and the id is spent".to_owned()
             }
             Self::Resolve(Verdict::Compensate) => {
-                "compensate: its declared reversal is SENT, as an operation of its own; callers are told that it had no effect"
+                "compensate: its declared reversal is SENT, as an operation of its own; once it has succeeded, \
+                 callers are told that there is no effect"
                     .to_owned()
             }
             Self::Compensate => {

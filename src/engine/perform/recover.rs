@@ -12,7 +12,6 @@ use super::attempt::{Attempt, SEND_WITHIN, jitter};
 use super::decide::{self, Standing};
 use super::proof::{Found, Object};
 use super::{Perform, Tenant};
-use crate::ledger::compensation;
 use crate::ledger::forward::{self, Forward, Stored};
 use crate::ledger::operation::StateName;
 use crate::ledger::operation_id::OperationId;
@@ -115,18 +114,6 @@ impl Perform {
             self.wake_after(&forward, after);
         }
         Ok(lapsed)
-    }
-
-    /// Tells operations that are being undone what became of their reversals.
-    pub async fn follow_compensations(&self, tenant: &Tenant) -> Result<(), Error> {
-        let actor = self.actor();
-        let told = self
-            .write(async |session| compensation::follow(session, tenant, &actor).await)
-            .await?;
-        if told > 0 {
-            tracing::info!(operations = told, "compensations have ended");
-        }
-        Ok(())
     }
 
     pub(super) async fn stored(&self, tenant: &Tenant, id: &OperationId) -> Result<Option<Stored>, Error> {

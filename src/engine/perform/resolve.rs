@@ -291,7 +291,6 @@ impl Perform {
         let undoing = Undoing {
             operation: operation.clone(),
             seen: seen(operation),
-            receipt: Receipt::gave_up(described(operation), "its outcome was unknown, and it is being undone"),
             attempt: Attempt {
                 perform: self.clone(),
                 forward: Arc::new(reversal),

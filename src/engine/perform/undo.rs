@@ -1,6 +1,6 @@
-//! The beginning of a reversal: claimed together with the operation that it undoes, and then sent.
+//! A reversal: claimed together with the operation that it undoes, and then sent; and what its end makes of the operation.
 //!
-//! On a task of its own. Neither a caller that hangs up nor a commit in doubt may leave a reversal behind that is claimed
+//! It begins on a task of its own. Neither a caller that hangs up nor a commit in doubt may leave a reversal behind that is claimed
 //! and that nobody sends: the operation would be "being undone" for ever.
 
 use std::sync::Arc;
@@ -10,12 +10,13 @@ use tokio::sync::oneshot;
 
 use super::attempt::Attempt;
 use super::{LIMITS, Perform};
-use crate::ledger::compensation;
+use crate::ledger::compensation::{self, Ended};
 use crate::ledger::forward::{self, Forward};
-use crate::ledger::operation::Operation;
+use crate::ledger::operation::{Operation, StateName};
 use crate::ledger::plan::{self, Seen};
-use crate::ledger::receipt::Receipt;
-use crate::ledger::reconciliation::Note;
+use crate::ledger::receipt::{self, Receipt};
+use crate::ledger::reconciliation::{self, Ending, Note};
+use crate::ledger::tenant::Tenant;
 use crate::outbound::send::Ready;
 use crate::postgres::error::Error;
 
@@ -33,8 +34,6 @@ pub enum Begun {
 pub struct Undoing {
     pub operation: Operation,
     pub seen: Seen,
-    /// What an unknown operation's callers are told from now on.
-    pub receipt: Receipt,
     /// The reversal's first.
     pub attempt: Attempt,
     pub event: String,
@@ -82,7 +81,7 @@ impl Undoing {
                     return Ok(Begun::Exists);
                 }
                 let parent = &self.operation.id;
-                if !compensation::begin(session, parent, self.seen, reversal, &self.receipt, note).await? {
+                if !compensation::begin(session, parent, self.seen, reversal, note).await? {
                     forward::withdraw(session, tenant, &reversal.id, self.attempt.fence).await?;
                     return Ok(Begun::Changed);
                 }
@@ -112,5 +111,77 @@ impl Undoing {
                 }
             }
         }
+    }
+}
+
+impl Perform {
+    /// Tells operations that are being undone what became of their reversals: `compensated` if it succeeded, unknown again,
+    /// for people, if it was refused.
+    pub async fn follow_compensations(&self, tenant: &Tenant) -> Result<(), Error> {
+        let mut session = self.pool.reader(LIMITS).await?;
+        let ended = compensation::ended(&mut session, tenant).await?;
+        session.finish().await?;
+        for one in ended {
+            let state = if one.is_undone {
+                StateName::Compensated
+            } else {
+                StateName::NeedsReconciliation
+            };
+            if self.conclude(tenant, &one, state).await? {
+                tracing::info!(operation.id = %one.id, state = state.as_str(), "a compensation has ended");
+            }
+        }
+        Ok(())
+    }
+
+    async fn conclude(&self, tenant: &Tenant, ended: &Ended, state: StateName) -> Result<bool, Error> {
+        let (event, reason) = match (ended.is_undone, ended.had_succeeded) {
+            (true, _) => ("compensated", "its reversal succeeded"),
+            (false, true) => (
+                "compensation_failed",
+                "its reversal was refused: the effect stands, unless a person finds otherwise",
+            ),
+            (false, false) => (
+                "compensation_failed",
+                "its reversal was refused: whether there was an effect is as unknown as before",
+            ),
+        };
+        let actor = self.actor();
+        let evidence = serde_json::json!({ "reversal": ended.reversal }).to_string();
+        let note = Note {
+            event,
+            actor: &actor,
+            reason,
+            evidence: Some(&evidence),
+        };
+        if ended.had_succeeded || !ended.is_undone {
+            return self
+                .write(async |session| compensation::end(session, tenant, ended, state, note).await)
+                .await;
+        }
+        // From now on there is no effect, whatever there was before, and callers may be told so.
+        let receipt = Receipt::gave_up(
+            receipt::Unanswered {
+                id: &ended.id,
+                kind: &ended.kind,
+                fingerprint: &ended.fingerprint,
+                attempt: ended.attempt,
+            },
+            "its outcome was unknown, and it has been undone",
+        );
+        let ending = Ending {
+            state,
+            receipt: &receipt,
+            retention: self.retention(),
+            external_reference: None,
+        };
+        let seen = Seen {
+            state: StateName::Compensating,
+            version: ended.version,
+        };
+        let settled = self
+            .write(async |session| reconciliation::settle(session, tenant, &ended.id, seen, ending, note).await)
+            .await?;
+        Ok(settled.is_some())
     }
 }

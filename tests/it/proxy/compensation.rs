@@ -4,7 +4,7 @@ use serde_json::{Value, json};
 
 use super::{Bench, events};
 use crate::support::Answer;
-use crate::support::downstream::{Received, Script};
+use crate::support::downstream::{Gate, Received, Script};
 
 const ROUTES: &str = "head_timeout = \"300ms\"\nidle_timeout = \"300ms\"\n\
      [[routes]]\npath = \"/charges\"\nmax_in_flight = \"400ms\"\nreference = \"/id\"\n\
@@ -121,8 +121,104 @@ async fn an_unknown_operation_is_undone_where_its_reversal_needs_no_answer() {
         (begun.status, begun.json()["state"].as_str()),
         (200, Some("compensating"))
     );
-    bench.until("bare", "compensated").await;
+    let undone = bench.until("bare", "compensated").await;
     assert_eq!(bench.pay.requests().pop().unwrap().target, "/base/things/bare");
+    assert_eq!(
+        events(&undone),
+        ["claimed", "outcome_unknown", "resolved", "compensated"]
+    );
+    assert_eq!(undone["history"][3]["evidence"]["reversal"], "bare:compensation");
+    let told = bench.post("bare", "/bare", "{}").await.is(422, "operation-failed");
+    assert!(told.is_replay());
+    bench.is_replayed(&told, "bare", "/bare", "{}").await;
+    assert_eq!(bench.pay.sends("/bare"), 1);
+}
+
+/// An unknown operation that is to be undone, while its reversal is held.
+async fn being_undone(bench: &Bench) -> Value {
+    bench.post("bare", "/bare", "{}").await.is(409, "outcome-unknown");
+    let version = bench.operation("bare").await["version"].clone();
+    let decision = json!({"verdict": "compensate", "version": version, "reason": "better not"});
+    let begun = bench.operator().resolve("bare", decision).await;
+    assert_eq!(
+        (begun.status, begun.json()["state"].as_str()),
+        (200, Some("compensating"))
+    );
+    begun.json()
+}
+
+#[tokio::test]
+async fn an_unknown_operation_has_no_receipt_before_it_is_undone() {
+    let gate = Gate::new();
+    let held = gate.clone();
+    let bench = charged(move |_| Script::new().gate(&held).before(Script::answer(204, ""))).await;
+    let begun = being_undone(&bench).await;
+    for absent in ["receipt", "settled_at", "receipt_expires_at"] {
+        assert_eq!(begun[absent], Value::Null, "{absent}");
+    }
+    // Nobody is told that it had no effect while that is not so.
+    let told = bench.post("bare", "/bare", "{}").await.is(409, "outcome-unknown");
+    assert_eq!(
+        (told.header("operation-state"), told.header("receipt-expires")),
+        ("compensating", "")
+    );
+    assert!(told.json()["detail"].as_str().unwrap().contains("revers"), "{told:?}");
+    bench
+        .agent()
+        .get("/v1/operations/bare/receipt")
+        .await
+        .is(409, "outcome-unknown");
+    assert_eq!(
+        bench
+            .ledger
+            .count("select count(*) from ledger.receipts where operation_id = 'bare'")
+            .await,
+        0
+    );
+    gate.open();
+    let undone = bench.until("bare", "compensated").await;
+    for present in ["receipt", "settled_at", "receipt_expires_at"] {
+        assert_ne!(undone[present], Value::Null, "{present}");
+    }
+    bench.post("bare", "/bare", "{}").await.is(422, "operation-failed");
+    assert_eq!(bench.pay.sends("/bare"), 1);
+}
+
+#[tokio::test]
+async fn an_unknown_operation_whose_reversal_is_refused_is_as_unknown_as_before() {
+    let bench = charged(|_| Script::answer(404, "{}")).await;
+    being_undone(&bench).await;
+    let parent = bench.until("bare", "needs_reconciliation").await;
+    assert_eq!(
+        events(&parent),
+        ["claimed", "outcome_unknown", "resolved", "compensation_failed"]
+    );
+    assert_eq!(
+        (&parent["receipt"], &parent["settled_at"]),
+        (&Value::Null, &Value::Null)
+    );
+    bench.post("bare", "/bare", "{}").await.is(409, "outcome-unknown");
+    // It has never succeeded: every verdict is open.
+    let decision = json!({"verdict": "failed", "version": parent["version"], "reason": "there was nothing to undo"});
+    assert_eq!(bench.operator().resolve("bare", decision).await.status, 200);
+    let told = bench.post("bare", "/bare", "{}").await.is(422, "operation-failed");
+    assert!(
+        told.json()["detail"].as_str().unwrap().contains("nothing to undo"),
+        "{told:?}"
+    );
+}
+
+#[tokio::test]
+async fn an_unknown_operation_stays_without_a_receipt_while_its_reversal_is_unknown() {
+    let bench = charged(|_| Script::new().reset()).await;
+    being_undone(&bench).await;
+    let reversal = bench.until("bare:compensation", "needs_reconciliation").await;
+    bench.nothing_more_is_sent().await;
+    bench.post("bare", "/bare", "{}").await.is(409, "outcome-unknown");
+    let decision = json!({"verdict": "succeeded", "version": reversal["version"], "reason": "it is gone"});
+    let decided = bench.operator().resolve("bare:compensation", decision).await;
+    assert_eq!(decided.status, 200);
+    bench.until("bare", "compensated").await;
     bench.post("bare", "/bare", "{}").await.is(422, "operation-failed");
 }
 

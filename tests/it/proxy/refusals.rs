@@ -45,7 +45,10 @@ async fn a_refusal_of_ours_is_never_a_result() {
         ("content-type", "application/json"),
         ("content-type", "text/plain"),
     ];
-    agent.send("POST", target, &types, "{}").await.is(400, "request-invalid");
+    agent
+        .send("POST", target, &types, "{}")
+        .await
+        .is(400, "request-invalid");
     agent
         .send("GET", target, &types[1..], "")
         .await
