@@ -22,6 +22,7 @@ use crate::ledger::receipt::{self, Receipt};
 use crate::ledger::submission::{MAX_DEPTH, Mode, Submission};
 use crate::ledger::tenant::Tenant;
 use crate::ledger::{read, settlement};
+use crate::outbound::registry::DownstreamKinds;
 use crate::postgres::error::{Error as DatabaseError, Trouble};
 use crate::postgres::pool::Pool;
 use crate::postgres::session::{Limits, Session};
@@ -150,8 +151,14 @@ impl Intake {
         self.wait(tenant, id, fingerprint, outcome, preference).await
     }
 
-    /// Withdraws an operation that has not begun; doing so again changes nothing.
-    pub async fn cancel(&self, caller: &Caller, id: &OperationId) -> Result<(), NotCancelled> {
+    /// Withdraws an operation that has not begun; doing so again changes nothing. `elsewhere` are the kinds that downstreams
+    /// perform.
+    pub async fn cancel(
+        &self,
+        caller: &Caller,
+        id: &OperationId,
+        elsewhere: &DownstreamKinds,
+    ) -> Result<(), NotCancelled> {
         loop {
             let operation = self
                 .operation(&caller.tenant, id)
@@ -170,7 +177,8 @@ impl Intake {
             if !name.may_become(StateName::Cancelled) {
                 return Err(NotCancelled::TooLate(Known::of(&operation)));
             }
-            match self.write_cancellation(caller, &operation).await {
+            let retention = self.retention(&operation.kind, elsewhere);
+            match self.write_cancellation(caller, &operation, retention).await {
                 Ok(true) => return Ok(()),
                 // It changed between the two statements, and no state is entered twice before it can be cancelled no
                 // more: the next look finds an end.
@@ -422,11 +430,18 @@ impl Intake {
         })
     }
 
-    async fn write_cancellation(&self, caller: &Caller, operation: &Operation) -> Result<bool, DatabaseError> {
-        let retention = self
-            .kinds()
-            .get(&operation.kind)
-            .map_or(crate::config::DEFAULT_RETENTION, |kind| kind.retention);
+    fn retention(&self, kind: &str, elsewhere: &DownstreamKinds) -> Duration {
+        let ours = self.kinds().get(kind).map(|kind| kind.retention);
+        ours.or_else(|| elsewhere.get(kind).map(|kind| kind.retention))
+            .unwrap_or(crate::config::DEFAULT_RETENTION)
+    }
+
+    async fn write_cancellation(
+        &self,
+        caller: &Caller,
+        operation: &Operation,
+        retention: Duration,
+    ) -> Result<bool, DatabaseError> {
         let seen = Seen {
             state: operation.state.name(),
             version: operation.version,

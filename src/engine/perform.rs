@@ -8,6 +8,7 @@ mod attempt;
 mod book;
 mod decide;
 mod places;
+mod planned;
 mod proof;
 mod recover;
 pub mod resolve;
@@ -152,6 +153,11 @@ impl Perform {
     /// How long receipts of proxied requests are kept.
     pub fn retention(&self) -> Duration {
         self.retention
+    }
+
+    /// The same of a kind that a downstream performs, or of a proxied request.
+    fn retention_of(&self, kind: &str) -> Duration {
+        self.kinds().get(kind).map_or(self.retention, |kind| kind.retention)
     }
 
     /// How history names this process.

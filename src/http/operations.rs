@@ -61,7 +61,10 @@ async fn submit(State(app): State<Arc<App>>, headers: HeaderMap, body: Body) -> 
             note(&submission);
             app.intake.submit(submission, mode, preference).await
         }
-        Ok(Admitted::Downstream(forward, downstream, route)) => {
+        Ok(Admitted::Downstream(forward, _, _, Mode::Plan)) => {
+            return proxy::plan(&app, forward, preference).await;
+        }
+        Ok(Admitted::Downstream(forward, downstream, route, Mode::Execute)) => {
             return proxy::settle(&app, forward, downstream, route, preference).await;
         }
         // It could not run as a new operation; but if its id is known, the caller is told what became of it: a retry
@@ -86,7 +89,7 @@ async fn submit(State(app): State<Arc<App>>, headers: HeaderMap, body: Body) -> 
 /// A submission, by what performs it.
 enum Admitted {
     Function(Submission, Mode),
-    Downstream(Forward, Arc<Downstream>, Arc<Route>),
+    Downstream(Forward, Arc<Downstream>, Arc<Route>, Mode),
 }
 
 /// Why a request is no submission.
@@ -138,10 +141,6 @@ fn admit(
     };
     if let Some(kind) = app.perform.kinds().get(envelope.kind) {
         kind::validate(kind.schema.as_deref(), envelope.payload).map_err(violated)?;
-        if envelope.mode == Mode::Plan {
-            let detail = "operations of this kind are performed by a downstream and cannot be planned";
-            return Err(rejected(Problem::payload("/mode", detail)));
-        }
         let downstream = kind.downstream.clone();
         let key = forward::downstream_key(&caller.tenant, &id);
         // Canonical JSON parses.
@@ -176,7 +175,7 @@ fn admit(
             retention: kind.retention,
             id,
         };
-        return Ok(Admitted::Downstream(forward, downstream, route));
+        return Ok(Admitted::Downstream(forward, downstream, route, envelope.mode));
     }
     let Some(kind) = app.intake.kinds().get(envelope.kind).cloned() else {
         return Err(rejected(Problem::payload(
@@ -337,6 +336,10 @@ async fn execute(
     extract::no_body(&app, &headers, body).await?;
     let operation = own(&app, &caller, &id).await?;
     let preference = extract::preference(&headers);
+    if operation.is_downstreams {
+        drop(headers);
+        return proxy::execute(&app, &caller, operation, preference).await;
+    }
     let outcome = app.intake.execute(&caller, &operation, preference).await;
     app.metrics.delivered(outcome.as_ref());
     log_mismatch(&outcome);
@@ -348,7 +351,7 @@ async fn cancel(State(app): State<Arc<App>>, id: Segment, headers: HeaderMap, bo
     let caller = extract::caller(&app, &headers, &[Role::Agent]).await?;
     let id = id.operation_id()?;
     extract::no_body(&app, &headers, body).await?;
-    match app.intake.cancel(&caller, &id).await {
+    match app.intake.cancel(&caller, &id, &app.perform.kinds()).await {
         Ok(()) => document(&app, &caller, &id).await,
         Err(NotCancelled::NotFound) => Err(Problem::not_found()),
         Err(NotCancelled::NotYours) => Err(Problem::new(

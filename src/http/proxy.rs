@@ -21,15 +21,16 @@ use super::answer::{self, answer};
 use super::extract;
 use super::problem::{Code, Problem};
 use crate::engine::intake::Preference;
-use crate::engine::outcome::Outcome;
+use crate::engine::outcome::{Outcome, Refusal};
 use crate::engine::perform::{Delivered, Passing, Piece};
 use crate::ledger::canonical;
 use crate::ledger::fingerprint::{self, Fingerprint};
 use crate::ledger::forward::{self, Forward, PROXY_KINDS};
 use crate::ledger::key::{Caller, Role};
-use crate::ledger::operation::StateName;
+use crate::ledger::operation::{Operation, StateName};
 use crate::ledger::operation_id::OperationId;
 use crate::ledger::submission::MAX_DEPTH;
+use crate::ledger::tenant::Tenant;
 use crate::outbound::downstream::{Ability, Downstream, Route};
 use crate::outbound::{headers, path, send};
 
@@ -102,28 +103,99 @@ pub async fn settle(
     preference: Preference,
 ) -> Result<Response, Problem> {
     note(&forward);
-    let (tenant, id, fingerprint) = (forward.tenant.clone(), forward.id.clone(), forward.fingerprint);
-    let is_repeated = matches!(route.ability, Ability::Key { .. } | Ability::Conditional { .. });
+    let asked = Asked::of(&forward, is_repeated(&route));
     let delivered = app
         .perform
         .deliver(forward, downstream, route, preference.respond_async)
         .await;
+    if let Ok(Delivered::Known(outcome)) = &delivered {
+        app.intake.count(&asked.tenant, outcome);
+    }
+    conclude(app, asked, delivered, preference).await
+}
+
+/// Stores it without sending anything.
+pub async fn plan(app: &App, forward: Forward, preference: Preference) -> Result<Response, Problem> {
+    note(&forward);
+    let outcome = app.perform.plan(&forward).await;
+    if let Ok(outcome) = &outcome {
+        app.intake.count(&forward.tenant, outcome);
+    }
+    let asked = Asked::of(&forward, false);
+    conclude(app, asked, outcome.map(Delivered::Known), preference).await
+}
+
+/// Sends a plan; whatever else the operation is by now is told.
+pub async fn execute(
+    app: &App,
+    caller: &Caller,
+    operation: Operation,
+    preference: Preference,
+) -> Result<Response, Problem> {
+    let mut asked = Asked {
+        tenant: operation.tenant.clone(),
+        id: operation.id.clone(),
+        fingerprint: operation.fingerprint,
+        is_repeated: false,
+    };
+    let delivered = match app.perform.planned(&operation, caller.actor()).await {
+        Ok(Some(planned)) => {
+            asked.is_repeated = is_repeated(planned.declared());
+            app.perform.execute(planned, preference.respond_async).await
+        }
+        Ok(None) => app.perform.operation(&asked.tenant, &asked.id).await.map(|found| {
+            let operation = found.unwrap_or(operation);
+            Delivered::Known(Outcome::of(&operation, &operation.fingerprint))
+        }),
+        Err(refusal) => Err(refusal),
+    };
+    conclude(app, asked, delivered, preference).await
+}
+
+/// Which operation a delivery is about.
+struct Asked {
+    tenant: Tenant,
+    id: OperationId,
+    fingerprint: Fingerprint,
+    /// Its downstream lets an unknown request be sent again.
+    is_repeated: bool,
+}
+
+impl Asked {
+    fn of(forward: &Forward, is_repeated: bool) -> Self {
+        Self {
+            tenant: forward.tenant.clone(),
+            id: forward.id.clone(),
+            fingerprint: forward.fingerprint,
+            is_repeated,
+        }
+    }
+}
+
+fn is_repeated(route: &Route) -> bool {
+    matches!(route.ability, Ability::Key { .. } | Ability::Conditional { .. })
+}
+
+/// Answers with what a delivery has come to, after waiting for what it may still come to.
+async fn conclude(
+    app: &App,
+    asked: Asked,
+    delivered: Result<Delivered, Refusal>,
+    preference: Preference,
+) -> Result<Response, Problem> {
     let (outcome, first) = match delivered {
         Ok(Delivered::Passing(passing)) => return Ok(pass_on(passing)),
         Ok(Delivered::First(outcome)) => (Ok(outcome), true),
-        Ok(Delivered::Known(outcome)) => {
-            app.intake.count(&tenant, &outcome);
-            (Ok(outcome), false)
-        }
+        Ok(Delivered::Known(outcome)) => (Ok(outcome), false),
         Err(refusal) => (Err(refusal), true),
     };
     let outcome = match outcome {
         Ok(outcome) => {
-            let usual = || patience(&outcome, is_repeated, preference.respond_async);
+            let usual = || patience(&outcome, asked.is_repeated, preference.respond_async);
             match preference.wait.or_else(usual) {
                 Some(patience) => {
                     app.perform
-                        .settled_within(&tenant, &id, &fingerprint, outcome, patience)
+                        .settled_within(&asked.tenant, &asked.id, &asked.fingerprint, outcome, patience)
                         .await
                 }
                 None => Ok(outcome),

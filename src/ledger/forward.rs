@@ -152,6 +152,50 @@ pub async fn claim_all(
         .collect())
 }
 
+/// Stores an intent with its request, and sends nothing; says whether its id was free.
+pub async fn plan(session: &mut Session, forward: &Forward) -> Result<bool, Error> {
+    let stored = sqlx::query!(
+        r#"
+        with stored as (
+            insert into ledger.operations (
+                tenant_id, operation_id, kind, target, downstream, state, fingerprint, attempt, version, payload, run,
+                run_id, external_reference, requested_by, trace_parent, created_at)
+            values ($1, $2, $3, $4, $5, 'planned', $6, 0, 1, $7, $8::text::jsonb, $9, $10, $11, $12,
+                    statement_timestamp())
+            on conflict (tenant_id, operation_id) do nothing
+            returning tenant_id, operation_id, created_at
+        ), kept as (
+            insert into ledger.requests (tenant_id, operation_id, method, path_and_query, headers, body, downstream_key)
+            select tenant_id, operation_id, $13, $14, $15::text::jsonb, $16, $17 from stored
+        )
+        insert into ledger.history (tenant_id, operation_id, version, at, event, state, actor, attempt)
+        select tenant_id, operation_id, 1, created_at, 'planned', 'planned', $18, 0 from stored
+        "#,
+        forward.tenant.as_str(),
+        forward.id.as_str(),
+        &*forward.kind,
+        forward.target,
+        &*forward.downstream,
+        forward.fingerprint.to_string(),
+        &*forward.payload,
+        forward.run.as_ref().map(|run| run.text.as_str()),
+        forward.run.as_ref().and_then(|run| run.run_id.as_deref()),
+        forward.external_reference.as_deref(),
+        &*forward.requested_by,
+        forward.trace_parent.as_deref(),
+        forward.request.method,
+        forward.request.path_and_query,
+        headers_json(&forward.request.headers),
+        &forward.request.body[..],
+        forward.request.downstream_key,
+        format!("key:{}", forward.requested_by),
+    )
+    .execute(&mut *session)
+    .await
+    .map_err(doing("store the plan"))?;
+    Ok(stored.rows_affected() == 1)
+}
+
 /// An attempt's complete answer, ready to be stored.
 #[derive(Debug, Clone)]
 pub struct Answered {
@@ -336,14 +380,15 @@ pub async fn stored(session: &mut Session, tenant: &Tenant, id: &OperationId) ->
         r#"
         select o.kind, o.fingerprint, o.downstream as "downstream!", o.target, o.payload as "payload!", o.state,
                o.attempt, o.version, o.requested_by, o.trace_parent, r.method, r.path_and_query, r.headers::text as "headers!", r.body, r.downstream_key,
-               extract(epoch from clock_timestamp() - coalesce(allowed.at, o.created_at))::float8 as "age!",
+               extract(epoch from clock_timestamp() - coalesce(allowed.at, r.sent_at, claims.first, o.created_at))::float8 as "age!",
                coalesce(allowed.attempt, 0) as "earlier_attempts!",
-               extract(epoch from clock_timestamp() - r.sent_at)::float8 as since_first,
-               extract(epoch from clock_timestamp() - (
-                   select max(h.at) from ledger.history h
-                   where h.tenant_id = $1 and h.operation_id = $2 and h.event = 'claimed'))::float8 as since_last
+               extract(epoch from clock_timestamp() - coalesce(r.sent_at, claims.first))::float8 as since_first,
+               extract(epoch from clock_timestamp() - claims.latest)::float8 as since_last
         from ledger.operations o
         join ledger.requests r on r.tenant_id = o.tenant_id and r.operation_id = o.operation_id
+        left join lateral (
+            select min(h.at) as first, max(h.at) as latest from ledger.history h
+            where h.tenant_id = $1 and h.operation_id = $2 and h.event = 'claimed') claims on true
         left join lateral (
             select h.at, h.attempt from ledger.history h
             where h.tenant_id = $1 and h.operation_id = $2 and h.event = 'resolved' and h.state = 'retry_wait'

@@ -172,6 +172,8 @@ pub struct Operation {
     pub tenant: Tenant,
     pub id: OperationId,
     pub kind: String,
+    /// A downstream performs it, and not a function in the database.
+    pub is_downstreams: bool,
     pub fingerprint: Fingerprint,
     pub attempt: i32,
     pub version: i32,
@@ -301,6 +303,7 @@ mod tests {
             tenant: "demo".parse().unwrap(),
             id: OperationId::parse("order-1").unwrap(),
             kind: "order.refund".to_owned(),
+            is_downstreams: false,
             fingerprint: fingerprint('a'),
             attempt: 1,
             version: 1,

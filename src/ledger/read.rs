@@ -29,6 +29,7 @@ pub async fn existing(session: &mut Session, tenant: &Tenant, ids: &[&str]) -> R
         r#"
         select o.operation_id, o.kind, o.state, o.fingerprint, o.attempt, o.version, o.requested_by, o.trace_parent,
                o.created_at, o.settled_at, o.receipt_expires_at, o.due_at is not null as "is_due!",
+               o.downstream is not null as "is_downstreams!",
                statement_timestamp() as "read_at!",
                r.status as "status?", r.headers::text as headers, r.body as "body?", r.body_sha256 as "body_sha256?",
                r.omitted_bytes
@@ -64,6 +65,7 @@ struct Stored {
     settled_at: Option<OffsetDateTime>,
     receipt_expires_at: Option<OffsetDateTime>,
     is_due: bool,
+    is_downstreams: bool,
     read_at: OffsetDateTime,
     status: Option<i16>,
     headers: Option<String>,
@@ -90,6 +92,7 @@ impl Stored {
             tenant: tenant.clone(),
             id,
             kind: self.kind,
+            is_downstreams: self.is_downstreams,
             fingerprint,
             attempt: self.attempt,
             version: self.version,

@@ -161,7 +161,10 @@ fn a_downstreams_own_answers_are_taken_for_its_own_and_nothing_else_is() {
     }
     assert_eq!(faults("/v1/operations", forwarded, &own), 0);
     assert!(faults("/v1/operations", here, &own) > 0);
-    assert!(faults("/v1/operations/x/execute", "", &own) > 0);
+    assert_eq!(faults("/v1/operations/x/execute", "", &own), 0);
+    let of_a_function = answer(418, &[("operation-id", "x")], r#"{"operation_id":"x"}"#);
+    assert!(faults("/v1/operations/x/execute", "", &of_a_function) > 0);
+    assert!(faults("/v1/operations/x/cancel", "", &own) > 0);
     assert!(faults("/v1/proxies/payments", "", &own) > 0);
     let cookie = answer(200, &[("set-cookie", "session=1")], "");
     assert!(faults("/v1/proxy/payments/a", "", &cookie) > 0);
@@ -396,8 +399,16 @@ async fn whatever_comes_of_a_downstream_is_answered_as_it_is_described() {
     let unfit = agent.submit("unfit", "order.charge", r#"{"amount":1}"#).await;
     assert_eq!(unfit.is(400, "payload-invalid").json()["pointer"], "/payload");
     let plan = r#"{"operation_id":"plan","kind":"order.charge","payload":{"charge":1},"mode":"plan"}"#;
-    let planned = agent.post("/v1/operations", plan).await.is(400, "payload-invalid");
-    assert_eq!(planned.json()["pointer"], "/mode");
+    let execute = async |id: &str| agent.post(&format!("/v1/operations/{id}/execute"), "").await;
+    assert_eq!(agent.post("/v1/operations", plan).await.json()["state"], "planned");
+    peer.plan(Script::with_lines(201, "content-type: text/plain\r\n", "charged"));
+    assert_eq!(execute("plan").await.body, "charged");
+    assert!(execute("plan").await.is_replay());
+    let away = plan
+        .replace("\"plan\",\"kind\"", "\"gone\",\"kind\"")
+        .replace("charge\",", "away\",");
+    assert_eq!(agent.post("/v1/operations", &away).await.json()["state"], "planned");
+    execute("gone").await.is(502, "downstream-unreachable");
     peer.plan(Script::with_lines(200, "", ""));
     assert_eq!(submit("later", &[("prefer", "respond-async")]).await.status, 202);
     until("it is settled", async || {

@@ -25,11 +25,11 @@ use crate::postgres::error::Error;
 const LONGEST_PAUSE: Duration = Duration::from_secs(600);
 
 /// A stored operation with what its downstream declares today.
-struct Case {
-    stored: Stored,
-    forward: Arc<Forward>,
-    downstream: Arc<Downstream>,
-    route: Arc<Route>,
+pub struct Case {
+    pub stored: Stored,
+    pub forward: Arc<Forward>,
+    pub downstream: Arc<Downstream>,
+    pub route: Arc<Route>,
     read: Instant,
 }
 
@@ -124,9 +124,9 @@ impl Perform {
     }
 
     /// `None` if its downstream is not configured, or is elsewhere now.
-    fn case(&self, stored: Stored) -> Option<Case> {
+    pub(super) fn case(&self, stored: Stored) -> Option<Case> {
         let (downstream, route) = self.declared(&stored)?;
-        let forward = Arc::new(stored.forward(self.retention()));
+        let forward = Arc::new(stored.forward(self.retention_of(&stored.kind)));
         Some(Case {
             stored,
             forward,
@@ -385,7 +385,7 @@ impl Perform {
     }
 
     /// A claim whose commit was not confirmed, and with which nothing was sent: given back until the database has it.
-    async fn unsent(&self, case: &Case, fence: Fence, repeated: bool) {
+    pub(super) async fn unsent(&self, case: &Case, fence: Fence, repeated: bool) {
         let (tenant, id) = (&case.forward.tenant, &case.forward.id);
         let actor = self.actor();
         let reason = "the claim's commit was not confirmed; nothing was sent";
@@ -480,7 +480,7 @@ impl Case {
         )
     }
 
-    fn attempt(self, perform: &Arc<Perform>, fence: Fence, asked: Instant, repeated: bool) -> Attempt {
+    pub fn attempt(self, perform: &Arc<Perform>, fence: Fence, asked: Instant, repeated: bool) -> Attempt {
         let passed = asked - self.read;
         Attempt {
             perform: perform.clone(),

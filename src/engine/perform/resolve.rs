@@ -207,7 +207,7 @@ impl Perform {
         let ending = Ending {
             state,
             receipt,
-            retention: self.retention(),
+            retention: self.retention_of(&operation.kind),
             external_reference,
         };
         let (tenant, id, seen) = (&operation.tenant, &operation.id, seen(operation));

@@ -172,7 +172,7 @@ impl Perform {
         let ending = Ending {
             state,
             receipt: &receipt,
-            retention: self.retention(),
+            retention: self.retention_of(&ended.kind),
             external_reference: None,
         };
         let seen = Seen {

@@ -318,8 +318,8 @@ fn is_downstreams_own(operation: &Operation<'_>, method: &str, sent: &[u8], answ
     }
     let possible = if operation.path == "/v1/operations" {
         is_for_a_downstream(sent)
-    } else if operation.path.ends_with("/receipt") {
-        // The request does not tell whose receipt it asks for; one of ours names its operation.
+    } else if operation.path.ends_with("/receipt") || operation.path.ends_with("/execute") {
+        // The request does not tell whose answer it asks for; one of ours names its operation.
         let body: Value = serde_json::from_slice(&answer.body).unwrap_or_default();
         answer.status != 304 && body["operation_id"] != answer.header("operation-id")
     } else {
