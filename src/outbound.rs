@@ -4,6 +4,7 @@
 //! of its business.
 
 pub mod call;
+mod deadlines;
 mod dial;
 pub mod downstream;
 pub mod headers;

@@ -17,6 +17,7 @@ use tokio::task::AbortHandle;
 use tokio::time::{Instant, Sleep, sleep_until, timeout};
 use tokio_util::task::TaskTracker;
 
+use super::deadlines::Deadline;
 use super::dial::chain;
 use super::downstream::Limits;
 use super::send::{Broken, Unknown};
@@ -150,9 +151,10 @@ impl Lane {
             Err(_) => return Err(Broken::Untouched("the connection had no place for it".to_owned())),
         }
         let before = self.0.meter.written();
+        let mut deadline = self.0.meter.deadlines.keep(Instant::now() + limits.head);
         let (answer, stream) = sender.send_request(request, body.is_empty()).map_err(untouched)?;
         let mut upload = (!body.is_empty()).then(|| Upload::new(stream, body));
-        let answered = first(answer, &mut upload, limits).await;
+        let answered = first(answer, &mut upload, limits, &mut deadline).await;
         let broken = match answered {
             Ok(answer) => {
                 let (head, stream) = answer.into_parts();
@@ -160,14 +162,14 @@ impl Lane {
                 return Ok((Response::from_parts(head, ()), Download { lane, stream, upload }));
             }
             Err(Ended::Late(unknown)) => Broken::Unknown(unknown),
-            Err(Ended::Stream(error)) => self.broken(&error, before, upload.is_some()),
+            Err(Ended::Stream(error)) => self.broken(&error, before, upload.is_some(), &deadline),
         };
         // Whatever keeps one request from being answered may keep others: let them have a connection of their own.
         self.0.spent.store(true, Ordering::Release);
         Err(broken)
     }
 
-    fn broken(&self, error: &h2::Error, before: u64, uploading: bool) -> Broken {
+    fn broken(&self, error: &h2::Error, before: u64, uploading: bool, deadline: &Deadline) -> Broken {
         // The peer, and not this side about itself.
         let said = error.is_remote().then(|| error.reason()).flatten();
         if error.is_go_away() && said.is_some() {
@@ -183,7 +185,14 @@ impl Lane {
             };
         }
         if error.is_io() && self.0.meter.written() == before {
-            return Broken::Untouched(chain(error));
+            // Nothing has left; and once it is too late for it, nothing shall.
+            return match deadline.has_passed() {
+                true => Broken::Refused {
+                    stage: "late",
+                    cause: chain(error),
+                },
+                false => Broken::Untouched(chain(error)),
+            };
         }
         Broken::Unknown(Unknown::new(if uploading { "request" } else { "head" }, chain(error)))
     }
@@ -199,8 +208,9 @@ async fn first(
     answer: ResponseFuture,
     upload: &mut Option<Upload>,
     limits: &Limits,
+    deadline: &mut Deadline,
 ) -> Result<Response<RecvStream>, Ended> {
-    let latest = Instant::now() + limits.head;
+    let latest = deadline.at();
     let mut stalled = Instant::now() + limits.idle;
     let mut answer = pin!(answer);
     let mut clock = pin!(sleep_until(latest));
@@ -208,7 +218,8 @@ async fn first(
         if let Poll::Ready(answer) = answer.as_mut().poll(cx) {
             return Poll::Ready(answer.map_err(Ended::Stream));
         }
-        if let Some(sending) = upload {
+        // Before anything more is written, as nothing may be by then.
+        if let Some(sending) = upload.as_mut().filter(|_| !deadline.has_passed()) {
             let left = sending.rest.len();
             // An error of the upload is the stream's, and told with more detail by the answer.
             if sending.poll(cx).is_ready() {
@@ -217,8 +228,8 @@ async fn first(
                 stalled = Instant::now() + limits.idle;
             }
         }
-        let deadline = if upload.is_some() { stalled.min(latest) } else { latest };
-        expired(clock.as_mut(), deadline, cx).map(|()| {
+        deadline.move_to(if upload.is_some() { stalled.min(latest) } else { latest });
+        expired(clock.as_mut(), deadline.at(), cx).map(|()| {
             Err(Ended::Late(if upload.is_some() {
                 Unknown::new("request", format!("the peer took nothing for {:?}", limits.idle))
             } else {

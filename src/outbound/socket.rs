@@ -15,6 +15,8 @@ use tokio::net::TcpStream;
 use tokio::time::Instant;
 use tokio_rustls::client::TlsStream;
 
+use super::deadlines::Deadlines;
+
 /// What a connection is made of: TCP, with TLS above the counter or without.
 pub enum Stream {
     Plain(Socket),
@@ -36,6 +38,8 @@ pub struct Meter {
     blocked: AtomicBool,
     blocked_since: AtomicU64,
     write_failed: AtomicBool,
+    /// Of requests that share the connection.
+    pub deadlines: Arc<Deadlines>,
 }
 
 /// What is waiting to be read.
@@ -56,6 +60,7 @@ impl Socket {
             blocked: AtomicBool::new(false),
             blocked_since: AtomicU64::new(0),
             write_failed: AtomicBool::new(false),
+            deadlines: Arc::default(),
         });
         let socket = Self {
             stream,
@@ -121,6 +126,7 @@ impl AsyncRead for Socket {
 
 impl AsyncWrite for Socket {
     fn poll_write(mut self: Pin<&mut Self>, cx: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
+        self.meter.deadlines.check()?;
         let outcome = Pin::new(&mut self.stream).poll_write(cx, bytes);
         self.meter.note(&outcome);
         outcome
@@ -131,6 +137,7 @@ impl AsyncWrite for Socket {
         cx: &mut Context<'_>,
         slices: &[IoSlice<'_>],
     ) -> Poll<io::Result<usize>> {
+        self.meter.deadlines.check()?;
         let outcome = Pin::new(&mut self.stream).poll_write_vectored(cx, slices);
         self.meter.note(&outcome);
         outcome

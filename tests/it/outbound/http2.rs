@@ -239,17 +239,21 @@ async fn a_connection_that_did_not_answer_in_time_takes_no_more_requests() {
     assert_eq!(server.counts(), (3, 3));
 }
 
+const HEADERS: u8 = 1;
+const SETTINGS: u8 = 4;
+const PING: u8 = 6;
+const GOAWAY: u8 = 7;
+const WINDOW_UPDATE: u8 = 8;
+const ACK: u8 = 1;
+
+/// One frame of the connection's own.
+fn frame(kind: u8, flags: u8, payload: &[u8]) -> Vec<u8> {
+    let length = u8::try_from(payload.len()).unwrap();
+    [&[0, 0, length, kind, flags, 0, 0, 0, 0], payload].concat()
+}
+
 /// Frames by hand: the second request on a connection is told that the first was the last one looked at.
 async fn goes_away_after_the_first(mut stream: TcpStream, requests: Arc<AtomicUsize>) {
-    const HEADERS: u8 = 1;
-    const SETTINGS: u8 = 4;
-    const PING: u8 = 6;
-    const GOAWAY: u8 = 7;
-    const ACK: u8 = 1;
-    let frame = |kind: u8, flags: u8, payload: &[u8]| {
-        let length = u8::try_from(payload.len()).unwrap();
-        [&[0, 0, length, kind, flags, 0, 0, 0, 0], payload].concat()
-    };
     stream.read_exact(&mut [0; 24]).await.unwrap();
     stream.write_all(&frame(SETTINGS, 0, &[])).await.unwrap();
     let mut head = [0; 9];
@@ -294,4 +298,70 @@ async fn whoever_comes_after_the_last_stream_looked_at_was_not_sent() {
     assert_eq!(held.await.unwrap(), "unknown head");
     assert_eq!(requests.load(Ordering::SeqCst), 2);
     accepting.abort();
+}
+
+/// On a thread of its own, so that it acts while the runtime stands still: lets a request begin, takes nothing of its body
+/// before it is told to, then what there is, and then what comes of it once there was nothing for a while.
+fn takes_late(listener: &std::net::TcpListener, go_on: &std::sync::mpsc::Receiver<()>) -> (usize, usize) {
+    use std::io::{Read, Write};
+    let (mut stream, _) = listener.accept().unwrap();
+    stream.read_exact(&mut [0; 24]).unwrap();
+    // As large a window as there is, for each stream and for all of them: only sockets hold the body up.
+    let window = [&[0, 4][..], &0x7fff_ffff_u32.to_be_bytes()].concat();
+    stream.write_all(&frame(SETTINGS, 0, &window)).unwrap();
+    let more = 0x7fff_0000_u32.to_be_bytes();
+    stream.write_all(&frame(WINDOW_UPDATE, 0, &more)).unwrap();
+    loop {
+        let mut head = [0; 9];
+        stream.read_exact(&mut head).unwrap();
+        let mut payload = vec![0; usize::from(head[2])];
+        stream.read_exact(&mut payload).unwrap();
+        match (head[3], head[4] & ACK) {
+            (SETTINGS, 0) => stream.write_all(&frame(SETTINGS, ACK, &[])).unwrap(),
+            (PING, 0) => stream.write_all(&frame(PING, ACK, &payload)).unwrap(),
+            (HEADERS, _) => break,
+            _ => {}
+        }
+    }
+    go_on.recv().unwrap();
+    let mut buffer = vec![0; 1 << 20];
+    let mut take = |timeout| {
+        stream.set_read_timeout(Some(timeout)).unwrap();
+        let mut taken = 0;
+        while let Ok(count) = stream.read(&mut buffer)
+            && count > 0
+        {
+            taken += count;
+        }
+        taken
+    };
+    (take(SHORT), take(SHORT * 6))
+}
+
+#[tokio::test]
+async fn a_process_that_stands_still_past_the_deadline_writes_no_more_of_a_body_when_it_goes_on() {
+    let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let mut downstream = downstream(&format!("http://{}", listener.local_addr().unwrap()));
+    downstream.tls.http2 = true;
+    downstream.limits.head = SHORT * 2;
+    let (go_on, told) = std::sync::mpsc::channel();
+    let taking = std::thread::spawn(move || takes_late(&listener, &told));
+    let body = vec![b'x'; 32 << 20];
+    let downstream = Arc::new(downstream);
+    let sending =
+        tokio::spawn(async move { attempt(&Outbound::default(), &downstream, request(Method::POST, "/", body)).await });
+    // Until no more of it is taken.
+    tokio::time::sleep(SHORT).await;
+    go_on.send(()).unwrap();
+    // The whole runtime: this is what a frozen process does.
+    std::thread::sleep(SHORT * 5);
+    let ended = sending.await.unwrap();
+    assert!(ended.name().starts_with("unknown"), "{ended:?}");
+    let (before, after) = taking.join().unwrap();
+    assert!(before > 0, "nothing was sent");
+    // At most the frame that was begun.
+    assert!(
+        after < 20_000,
+        "{after} bytes of it were written after the deadline, {before} before"
+    );
 }
