@@ -314,6 +314,9 @@ impl Running {
             Err(_) => self.app.intake.apply.running_alone() + self.app.intake.apply.queued(),
         };
         let _ = tokio::time::timeout_at(until.max(Instant::now() + CLOSING), self.app.perform.finish()).await;
+        if !self.app.perform.outbound.close(CLOSING).await {
+            tracing::debug!("connections to downstreams end with the process");
+        }
         self.stop_heart.cancel();
         self.background.close();
         self.background.wait().await;

@@ -5,6 +5,8 @@ use std::sync::{Arc, Mutex, PoisonError, Weak};
 
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio::time::{Instant, sleep, timeout};
+use tokio_util::sync::CancellationToken;
+use tokio_util::task::TaskTracker;
 
 use super::dial::{Connection, Dialler};
 use super::downstream::{Downstream, Tls};
@@ -21,6 +23,8 @@ pub struct Pool {
     connections: Mutex<Connections>,
     /// Whether somebody looks after connections that have waited too long.
     kept: AtomicBool,
+    /// Nobody looks after them any more.
+    stop: CancellationToken,
 }
 
 #[derive(Default)]
@@ -42,7 +46,7 @@ pub enum Line {
 }
 
 impl Pool {
-    pub fn new(downstream: &Downstream, tasks: tokio_util::task::TaskTracker) -> Self {
+    pub fn new(downstream: &Downstream, tasks: TaskTracker, stop: CancellationToken) -> Self {
         let config = downstream
             .base
             .is_tls()
@@ -60,6 +64,7 @@ impl Pool {
             places: Arc::new(Semaphore::new(downstream.limits.concurrency)),
             connections: Mutex::default(),
             kept: AtomicBool::new(false),
+            stop,
         }
     }
 
@@ -137,7 +142,7 @@ impl Pool {
     /// Sees to it that what waits too long is closed, also when no request ever comes by again.
     fn keep(self: &Arc<Self>) {
         if !self.kept.swap(true, Ordering::AcqRel) {
-            self.dialler.tasks.spawn(sweep(Arc::downgrade(self)));
+            self.dialler.tasks.spawn(sweep(Arc::downgrade(self), self.stop.clone()));
         }
     }
 
@@ -166,9 +171,12 @@ impl Pool {
     }
 }
 
-async fn sweep(pool: Weak<Pool>) {
+async fn sweep(pool: Weak<Pool>, stop: CancellationToken) {
     loop {
-        sleep(IDLE / 4).await;
+        tokio::select! {
+            () = sleep(IDLE / 4) => {}
+            () = stop.cancelled() => return,
+        }
         let Some(pool) = pool.upgrade() else { return };
         if !pool.close_old() {
             return;

@@ -5,7 +5,7 @@
 
 use std::collections::HashMap;
 use std::future::poll_fn;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::task::{Context, Poll};
 use std::time::Duration;
 
@@ -18,6 +18,7 @@ use http_body_util::Full;
 use hyper::body::Incoming;
 use tokio::sync::OwnedSemaphorePermit;
 use tokio::time::timeout;
+use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
 use super::downstream::Downstream;
@@ -44,7 +45,9 @@ pub struct Request {
 #[derive(Default)]
 pub struct Outbound {
     pools: Mutex<HashMap<Arc<str>, Arc<Pool>>>,
+    /// Connections that write by themselves, and those who look after idle ones.
     tasks: TaskTracker,
+    stop: CancellationToken,
 }
 
 /// A connection that can take a request now, and a place among those that may be on their way.
@@ -168,13 +171,26 @@ impl Outbound {
         })
     }
 
+    /// Closes what waits, and what nobody waits for any more; called when everything under way has ended. Says whether
+    /// nothing is left.
+    pub async fn close(&self, within: Duration) -> bool {
+        self.stop.cancel();
+        self.pools().clear();
+        self.tasks.close();
+        timeout(within, self.tasks.wait()).await.is_ok()
+    }
+
+    fn pools(&self) -> MutexGuard<'_, HashMap<Arc<str>, Arc<Pool>>> {
+        self.pools.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     /// After a reload a name may stand for another place: its old connections are then closed.
     fn pool(&self, downstream: &Downstream) -> Arc<Pool> {
-        let mut pools = self.pools.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut pools = self.pools();
         match pools.get(&downstream.name) {
             Some(pool) if pool.fits(downstream) => pool.clone(),
             Some(_) | None => {
-                let pool = Arc::new(Pool::new(downstream, self.tasks.clone()));
+                let pool = Arc::new(Pool::new(downstream, self.tasks.clone(), self.stop.clone()));
                 pools.insert(downstream.name.clone(), pool.clone());
                 pool
             }

@@ -38,6 +38,8 @@ struct Server2 {
     address: SocketAddr,
     connections: Arc<AtomicUsize>,
     requests: Arc<AtomicUsize>,
+    /// Connections that are no more.
+    ended: Arc<AtomicUsize>,
 }
 
 impl Server2 {
@@ -47,18 +49,21 @@ impl Server2 {
             address: listener.local_addr().unwrap(),
             connections: Arc::default(),
             requests: Arc::default(),
+            ended: Arc::default(),
         };
         let (connections, requests) = (server.connections.clone(), server.requests.clone());
+        let ended = server.ended.clone();
         tokio::spawn(async move {
             loop {
                 let (stream, _) = listener.accept().await.unwrap();
                 connections.fetch_add(1, Ordering::SeqCst);
-                let (tls, requests) = (tls.clone(), requests.clone());
+                let (tls, requests, ended) = (tls.clone(), requests.clone(), ended.clone());
                 tokio::spawn(async move {
                     match tls {
                         Some(tls) => serve(tls.accept(stream).await.unwrap(), deed, requests).await,
                         None => serve(stream, deed, requests).await,
                     }
+                    ended.fetch_add(1, Ordering::SeqCst);
                 });
             }
         });
@@ -166,6 +171,25 @@ async fn many_requests_share_a_connection() {
         assert_eq!(attempt.await.unwrap(), "answered 200");
     }
     assert_eq!(server.counts(), (1, 51));
+}
+
+#[tokio::test]
+async fn whoever_closes_the_way_out_leaves_no_connection_behind() {
+    let server = Server2::start(Deed::Echo, None).await;
+    let (outbound, downstream) = (Outbound::default(), Arc::new(server.downstream()));
+    attempt(&outbound, &downstream, post()).await;
+    assert!(outbound.has_idle(&downstream));
+    let began = tokio::time::Instant::now();
+    assert!(outbound.close(SHORT).await, "something goes on");
+    assert!(began.elapsed() < SHORT);
+    until("the peer sees its end", || server.ended.load(Ordering::SeqCst) == 1).await;
+    // What is held all the same is not waited for in vain.
+    let outbound = Outbound::default();
+    let held = outbound.connect(&downstream).await.unwrap();
+    assert!(!outbound.close(SHORT).await);
+    drop(held);
+    until("the peer sees its end", || server.ended.load(Ordering::SeqCst) == 2).await;
+    assert!(outbound.close(SHORT).await);
 }
 
 #[tokio::test]
