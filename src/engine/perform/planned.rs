@@ -107,7 +107,9 @@ impl Perform {
             }
             Err(error) => {
                 drop(reply.send(Err(refusal(&error))));
-                return self.unsent(&case, fence, false).await;
+                self.unsent(&case, fence, false).await;
+                // If the claim stood, it waits for its next attempt now.
+                return self.wake_after(&case.forward, case.route.retry.first_delay);
             }
         }
         let attempt = Attempt {

@@ -261,6 +261,28 @@ async fn a_reversal_whose_commit_is_lost_is_made_once() {
     }
 }
 
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_plan_whose_claim_is_lost_is_sent_once() {
+    let lines = "[kinds.\"thing.make\"]\ndownstream = \"pay\"\nrequest = { method = \"POST\", path = \"/{operation_id}\", body = \"\" }\n";
+    let wired = wired_with((lines, false), "").await;
+    wired.pay.answers(|_| Script::answer(201, "{}"));
+    for (round, cut) in CUTS.into_iter().enumerate() {
+        let key = format!("p{round}");
+        let plan = format!(r#"{{"operation_id":"{key}","kind":"thing.make","payload":{{}},"mode":"plan"}}"#);
+        assert_eq!(wired.agent.post("/v1/operations", &plan).await.status, 202);
+        let execute = async || {
+            let target = format!("/v1/operations/{key}/execute");
+            wired.agent.send("POST", &target, &[("prefer", "wait=5")], "").await
+        };
+        wired.network.plan([cut]);
+        let first = execute().await.is(503, "ledger-unavailable");
+        wired.network.plan([]);
+        until("it is sent", async || execute().await.status == 201).await;
+        tokio::time::sleep(Duration::from_millis(300)).await;
+        assert_eq!(wired.pay.sends(&format!("/{key}")), 1, "{cut:?} {first:?}");
+    }
+}
+
 /// A commit that was lost may come about after all, later than anybody looks.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_claim_whose_commit_comes_late_is_taken_back() {
