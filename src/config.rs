@@ -15,14 +15,12 @@ use serde::{Deserialize, Deserializer};
 use self::downstreams::DownstreamSettings;
 use self::kinds::KindSettings;
 use crate::ledger::kind::Kinds;
+use crate::ledger::retention;
 use crate::outbound::registry::{DownstreamKinds, Downstreams};
 use crate::postgres::pool;
 use crate::telemetry::{LogFormat, trace};
 
 const DAY: Duration = Duration::from_secs(86_400);
-
-/// How long receipts are kept unless the file says otherwise.
-pub const DEFAULT_RETENTION: Duration = Duration::from_secs(400 * 86_400);
 
 /// The longest duration a setting takes: a thousand years, far from where clocks overflow.
 const LONGEST: Duration = Duration::from_secs(1_000 * 366 * 86_400);
@@ -202,7 +200,7 @@ pub struct Retention {
 impl Default for Retention {
     fn default() -> Self {
         Self {
-            receipts: DEFAULT_RETENTION,
+            receipts: retention::DEFAULT,
             tombstones: None,
         }
     }
@@ -520,7 +518,7 @@ mod tests {
     #[test]
     fn durations_are_read_and_nonsense_is_not() {
         assert_eq!("30s".parse(), Ok(Span(Duration::from_secs(30))));
-        assert_eq!("400d".parse(), Ok(Span(DEFAULT_RETENTION)));
+        assert_eq!("400d".parse(), Ok(Span(retention::DEFAULT)));
         assert_eq!("5ms".parse(), Ok(Span(Duration::from_millis(5))));
         for bad in [
             "",

@@ -21,7 +21,7 @@ use crate::ledger::plan::{self, Beginning, Seen, Stored};
 use crate::ledger::receipt::{self, Receipt};
 use crate::ledger::submission::{MAX_DEPTH, Mode, Submission};
 use crate::ledger::tenant::Tenant;
-use crate::ledger::{read, settlement};
+use crate::ledger::{read, retention, settlement};
 use crate::outbound::registry::DownstreamKinds;
 use crate::postgres::error::{Error as DatabaseError, Trouble};
 use crate::postgres::pool::Pool;
@@ -433,7 +433,7 @@ impl Intake {
     fn retention(&self, kind: &str, elsewhere: &DownstreamKinds) -> Duration {
         let ours = self.kinds().get(kind).map(|kind| kind.retention);
         ours.or_else(|| elsewhere.get(kind).map(|kind| kind.retention))
-            .unwrap_or(crate::config::DEFAULT_RETENTION)
+            .unwrap_or(retention::DEFAULT)
     }
 
     async fn write_cancellation(

@@ -8,6 +8,9 @@ use super::tenant::Tenant;
 use crate::postgres::error::{Error, doing};
 use crate::postgres::session::Session;
 
+/// How long receipts are kept unless the configuration says otherwise.
+pub const DEFAULT: Duration = Duration::from_secs(400 * 86_400);
+
 /// Removes payload, request, receipt and history of up to `limit` finished operations whose receipts have expired, in the
 /// session's transaction: all of one operation, or nothing. Returns how many.
 ///
