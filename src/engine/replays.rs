@@ -52,6 +52,9 @@ struct Shard {
     headers: Arc<[(String, String)]>,
 }
 
+/// What header lines take beside themselves: two allocations a line, and the counters of the `Arc`.
+const LINE_OVERHEAD: usize = size_of::<(String, String)>() + 2 * 16;
+
 struct Entry {
     hash: u64,
     tenant: Tenant,
@@ -60,6 +63,10 @@ struct Entry {
     state: Option<StateName>,
     status: u16,
     headers: Arc<[(String, String)]>,
+    /// What the header lines take, if they came with this entry; 0 if an earlier one brought them.
+    ///
+    /// That one goes first. So of all header lines kept, those of one entry a shard may be left uncounted.
+    headers_weight: usize,
     body_sha256: [u8; 32],
     expires_at: OffsetDateTime,
     serve_until: Instant,
@@ -99,11 +106,13 @@ impl Replays {
             return;
         };
         let bytes = [id.as_bytes(), trace_parent.as_bytes(), &receipt.body].concat();
-        if bytes.len() + OVERHEAD > self.room {
+        let headers_weight = weight_of(&receipt.headers);
+        if bytes.len() + headers_weight + OVERHEAD > self.room {
             return;
         }
         let mut shard = self.lock(hash);
-        if *shard.headers != *receipt.headers {
+        let brings_headers = *shard.headers != *receipt.headers;
+        if brings_headers {
             shard.headers = receipt.headers.as_slice().into();
         }
         let entry = Entry {
@@ -114,6 +123,7 @@ impl Replays {
             state: operation.state,
             status: receipt.status,
             headers: shard.headers.clone(),
+            headers_weight: if brings_headers { headers_weight } else { 0 },
             body_sha256: receipt.body_sha256,
             expires_at: *expires_at,
             serve_until: (*serve_until).min(Instant::now() + LONGEST),
@@ -175,7 +185,7 @@ impl Shard {
 
 impl Entry {
     fn weight(&self) -> usize {
-        self.bytes.len() + OVERHEAD
+        self.bytes.len() + self.headers_weight + OVERHEAD
     }
 
     fn is(&self, tenant: &Tenant, id: &str) -> bool {
@@ -221,12 +231,21 @@ impl Entry {
     }
 }
 
+fn weight_of(headers: &[(String, String)]) -> usize {
+    let line = |(name, value): &(String, String)| name.len() + value.len() + LINE_OVERHEAD;
+    headers.iter().map(line).sum()
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
 
     fn settled(id: &str, body: usize) -> Outcome {
-        let headers = vec![("content-type".to_owned(), "application/json".to_owned())];
+        settled_with(id, body, "application/json")
+    }
+
+    fn settled_with(id: &str, body: usize, content_type: &str) -> Outcome {
+        let headers = vec![("content-type".to_owned(), content_type.to_owned())];
         Outcome::Settled {
             operation: Known {
                 id: OperationId::parse(id).unwrap(),
@@ -324,6 +343,26 @@ mod tests {
             );
             assert!(shard.table.len() <= shard.queue.len());
         }
+    }
+
+    #[test]
+    fn header_lines_count_with_the_receipt_that_brought_them() {
+        let replays = Replays::new(8 << 20);
+        let tenant = "a".parse().unwrap();
+        let taken = || -> usize { replays.shards.iter().map(|shard| shard.lock().unwrap().taken).sum() };
+        let keep_all = |name: &str, content_type: &dyn Fn(u32) -> String| {
+            let before = taken();
+            for number in 100..200 {
+                let kept = settled_with(&format!("{name}-{number}"), 10, &content_type(number));
+                replays.keep(&tenant, &kept);
+            }
+            taken() - before
+        };
+        let long = "x".repeat(1_000);
+        let same = keep_all("a", &|_| long.clone());
+        let own = keep_all("b", &|number| format!("{long}{number}"));
+        assert!(same < 8 * 1_500 + 100 * (OVERHEAD + 100), "{same}");
+        assert!(own >= same - 8 * 1_500 + 100 * 1_000, "{own}, {same}");
     }
 
     #[test]
