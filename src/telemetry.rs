@@ -1,12 +1,15 @@
 //! Logs, traces and metrics: what a person at night needs to see, and never a payload, a key or a body.
 
+mod lines;
 pub mod metrics;
 pub mod trace;
 
 use std::io::IsTerminal;
 
 use tracing::Level;
+use tracing_subscriber::field::MakeExt;
 use tracing_subscriber::filter::Targets;
+use tracing_subscriber::fmt::format::debug_fn;
 use tracing_subscriber::layer::SubscriberExt;
 use tracing_subscriber::util::SubscriberInitExt;
 use tracing_subscriber::{EnvFilter, Layer};
@@ -34,13 +37,20 @@ pub fn start(format: LogFormat, filter: &str, exporter: Option<trace::Exporter>)
     let filter = EnvFilter::try_new(filter).map_err(|_| InvalidFilter {
         filter: filter.to_owned(),
     })?;
-    let lines = tracing_subscriber::fmt::layer().with_writer(std::io::stderr);
+    let layer = tracing_subscriber::fmt::layer();
     let lines = match format {
-        LogFormat::Text => lines
+        LogFormat::Text => layer
+            .with_writer(std::io::stderr)
             .with_target(false)
             .with_ansi(std::io::stderr().is_terminal())
+            .fmt_fields(debug_fn(lines::field).delimited(" "))
             .boxed(),
-        LogFormat::Json => lines.json().flatten_event(true).with_current_span(true).boxed(),
+        LogFormat::Json => layer
+            .with_writer(lines::JsonLines(std::io::stderr))
+            .json()
+            .flatten_event(true)
+            .with_current_span(true)
+            .boxed(),
     };
     // A second start, as in tests, keeps the first one's settings.
     let _ = match exporter {

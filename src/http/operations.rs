@@ -263,7 +263,7 @@ pub fn log_mismatch(outcome: &Result<Outcome, Refusal>) {
         Ok(Outcome::HandlerBroken { id, raised }) => tracing::error!(
             operation.id = %id,
             sqlstate = raised.sqlstate,
-            message = raised.message,
+            raised = raised.message,
             "a handler is broken"
         ),
         Ok(_) | Err(_) => {}
