@@ -79,6 +79,8 @@ pub struct Start {
     pub config_path: Option<PathBuf>,
     pub database_url: String,
     pub listen: SocketAddr,
+    /// How long a PostgreSQL is waited for that is not up yet.
+    pub database_wait: Duration,
     /// Whether a server that can lose acknowledged commits is accepted.
     pub allow_unsafe_durability: bool,
 }
@@ -86,7 +88,7 @@ pub struct Start {
 /// Checks everything that can be checked, then serves.
 pub async fn start(start: Start) -> Result<Running, StartError> {
     let file = &start.config.file;
-    let pool = Pool::open(&file.database.options(start.database_url)).await?;
+    let pool = Pool::open_within(&file.database.options(start.database_url), start.database_wait).await?;
     guard(&pool, file.database.prepared_statements, start.allow_unsafe_durability).await?;
     let faults = handler_faults(&pool, &start.config.kinds).await?;
     if !faults.is_empty() {

@@ -49,6 +49,20 @@ impl fmt::Debug for DatabaseArgs {
     }
 }
 
+/// Whether the database may still be on its way up.
+#[derive(Debug, Clone, Copy, Args)]
+pub struct WaitArgs {
+    /// Longest wait for a PostgreSQL that does not listen yet, or says that it is starting; 0s does not wait
+    #[arg(
+        long,
+        env = "OPLEDGER_DATABASE_WAIT",
+        default_value = "30s",
+        value_name = "DURATION",
+        value_parser = parse_duration
+    )]
+    pub database_wait: Duration,
+}
+
 /// How the service is reached.
 #[derive(Debug, Clone, Args)]
 pub struct ListenArgs {

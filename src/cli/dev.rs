@@ -156,6 +156,7 @@ async fn begin(
         config_path: Some(config_path),
         database_url: cluster.url_as(SERVICE_ROLE, DATABASE),
         listen: args.listen,
+        database_wait: Duration::ZERO,
         allow_unsafe_durability: false,
     };
     Ok((app::start(start).await?, keys))

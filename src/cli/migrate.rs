@@ -2,7 +2,7 @@
 
 use std::process::ExitCode;
 
-use crate::config::{Database, DatabaseArgs};
+use crate::config::{Database, DatabaseArgs, WaitArgs};
 use crate::postgres::migrate;
 use crate::postgres::pool::Pool;
 
@@ -16,6 +16,8 @@ Several processes may run this at once, also through a pooler; one migrates, the
 pub struct Args {
     #[command(flatten)]
     database: DatabaseArgs,
+    #[command(flatten)]
+    wait: WaitArgs,
     /// Say what is pending and change nothing
     #[arg(long)]
     check: bool,
@@ -30,7 +32,7 @@ pub async fn run(args: Args) -> anyhow::Result<ExitCode> {
         prepared_statements: false,
         ..Database::default()
     };
-    let pool = Pool::open(&settings.options(args.database.url()?)).await?;
+    let pool = Pool::open_within(&settings.options(args.database.url()?), args.wait.database_wait).await?;
     if args.check {
         return check(&pool).await;
     }

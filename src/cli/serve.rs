@@ -6,7 +6,7 @@ use anyhow::Context;
 use tokio::signal::unix::{Signal, SignalKind, signal};
 
 use crate::app::{self, Running};
-use crate::config::{self, DatabaseArgs, FileArgs, ListenArgs};
+use crate::config::{self, DatabaseArgs, FileArgs, ListenArgs, WaitArgs};
 
 #[derive(Debug, clap::Args)]
 #[command(after_help = "\
@@ -21,6 +21,8 @@ pub struct Args {
     #[command(flatten)]
     database: DatabaseArgs,
     #[command(flatten)]
+    wait: WaitArgs,
+    #[command(flatten)]
     listen: ListenArgs,
     /// Serve although fsync, full_page_writes or synchronous_commit is off: a crash may lose acknowledged receipts
     #[arg(long)]
@@ -33,10 +35,15 @@ pub async fn run(args: Args) -> anyhow::Result<ExitCode> {
         config_path: Some(args.file.config),
         database_url: args.database.url()?,
         listen: args.listen.listen,
+        database_wait: args.wait.database_wait,
         allow_unsafe_durability: args.allow_unsafe_durability,
     };
-    let running = app::start(start).await?;
+    // The first process of a container is not stopped by a signal that it does not listen for.
     let mut signals = Signals::listen()?;
+    let running = tokio::select! {
+        started = app::start(start) => started?,
+        () = signals.told_to_stop() => return Ok(ExitCode::SUCCESS),
+    };
     tracing::info!(address = %running.address, version = env!("CARGO_PKG_VERSION"), "serving");
     until_stopped(&running, &mut signals).await;
     stop(running).await;

@@ -1,14 +1,19 @@
 //! The pool, and the two guards at its door: a server that would lose acknowledged commits is refused, and so is a
 //! pooler that cannot keep named statements when we were told it can.
 
+use std::io;
 use std::str::FromStr;
 use std::time::Duration;
 
 use sqlx::postgres::{PgConnectOptions, PgPoolOptions};
 use sqlx::{ConnectOptions, Connection, PgConnection, PgPool};
+use tokio::time::Instant;
 
 use super::error::{Error, doing};
 use super::session::{Limits, Session};
+
+/// Between two tries to reach a PostgreSQL that is not up yet.
+const RECONNECT: Duration = Duration::from_millis(500);
 
 /// How to reach the database. Has no `Debug`: an address may carry a password.
 #[derive(Clone)]
@@ -34,6 +39,41 @@ pub enum OpenError {
     Url(#[source] sqlx::Error),
     #[error("cannot connect to PostgreSQL at {place}; check that it runs, the address and the credentials")]
     Connect { place: String, source: Error },
+    #[error(
+        "PostgreSQL at {place} did not come up within {waited:?}; check that it runs and that the address is right, or \
+         wait longer with --database-wait"
+    )]
+    NotUp {
+        place: String,
+        waited: Duration,
+        source: Error,
+    },
+}
+
+impl OpenError {
+    /// What may be over in a moment, if PostgreSQL is on its way up: nobody listens, its name is not known yet, or it says
+    /// so itself.
+    fn may_pass(&self) -> Option<&sqlx::Error> {
+        let Self::Connect { source, .. } = self else {
+            return None;
+        };
+        let passes = match &source.source {
+            sqlx::Error::Io(_) => true,
+            // cannot_connect_now and its like; too_many_connections
+            sqlx::Error::Database(error) => error
+                .code()
+                .is_some_and(|code| code.starts_with("57") || code.starts_with("53")),
+            _ => false,
+        };
+        passes.then_some(&source.source)
+    }
+
+    fn after(self, waited: Duration) -> Self {
+        match self {
+            Self::Connect { place, source } => Self::NotUp { place, waited, source },
+            Self::Url(_) | Self::NotUp { .. } => self,
+        }
+    }
 }
 
 /// A setting under which PostgreSQL acknowledges commits that a crash then loses.
@@ -63,9 +103,34 @@ impl Pool {
         match tokio::time::timeout(options.acquire_timeout, PgConnection::connect_with(&connect)).await {
             Ok(Ok(connection)) => drop(connection.close().await),
             Ok(Err(error)) => return Err(unreachable(error)),
-            Err(_) => return Err(unreachable(sqlx::Error::PoolTimedOut)),
+            Err(_) => return Err(unreachable(silent())),
         }
         Self::lazy(options)
+    }
+
+    /// The same with a PostgreSQL that may be on its way up, as when everything is started together: it is waited for.
+    ///
+    /// One that refuses us, for its own reasons or ours, would do so again.
+    pub async fn open_within(options: &Options, wait: Duration) -> Result<Self, OpenError> {
+        let give_up_at = Instant::now() + wait;
+        let mut said = String::new();
+        loop {
+            let error = match Self::open(options).await {
+                Err(error) if !wait.is_zero() => error,
+                opened => return opened,
+            };
+            let Some(cause) = error.may_pass().map(ToString::to_string) else {
+                return Err(error);
+            };
+            if Instant::now() + RECONNECT >= give_up_at {
+                return Err(error.after(wait));
+            }
+            if cause != said {
+                tracing::info!(place = place(&options.url), cause, at_most = ?wait, "waiting for PostgreSQL");
+                said = cause;
+            }
+            tokio::time::sleep(RECONNECT).await;
+        }
     }
 
     /// A pool that connects when first used.
@@ -179,6 +244,10 @@ impl Pool {
         }
         Ok(true)
     }
+}
+
+fn silent() -> sqlx::Error {
+    sqlx::Error::Io(io::Error::new(io::ErrorKind::TimedOut, "it does not answer"))
 }
 
 /// Whether a statement prepared under a name answers with its own number.

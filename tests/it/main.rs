@@ -27,6 +27,7 @@ mod sandbox;
 mod schema;
 mod sessions;
 mod shutdown;
+mod starting;
 mod states;
 mod submit;
 mod support;

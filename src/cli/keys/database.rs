@@ -118,7 +118,9 @@ fn not_opened(error: &OpenError) -> Failure {
             exit: Exit::Usage,
             ..Failure::other(chain(error))
         },
-        OpenError::Connect { .. } => Failure::unavailable("database-not-reached", chain(error)),
+        OpenError::Connect { .. } | OpenError::NotUp { .. } => {
+            Failure::unavailable("database-not-reached", chain(error))
+        }
     }
 }
 

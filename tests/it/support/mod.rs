@@ -379,6 +379,7 @@ pub async fn serve(config_path: &Path, database_url: &str) -> Running {
         config_path: Some(config_path.to_owned()),
         database_url: database_url.to_owned(),
         listen: "127.0.0.1:0".parse().unwrap(),
+        database_wait: Duration::ZERO,
         allow_unsafe_durability: false,
     };
     app::start(start)
