@@ -171,6 +171,8 @@ fn assemble(pool: Pool, config: Config) -> Arc<App> {
         group_lock: std::time::Duration::from_millis(250),
         group_statement: std::time::Duration::from_secs(2),
         duplicate_wait: file.limits.duplicate_wait,
+        // PostgreSQL makes no longer text, so what is beyond is no limit.
+        max_result_bytes: i32::try_from(file.limits.max_result_bytes).unwrap_or(i32::MAX),
     };
     let apply = Apply::start(
         pool.clone(),

@@ -155,6 +155,8 @@ pub struct File {
 pub struct Limits {
     /// Longest request body, in bytes.
     pub max_body_bytes: usize,
+    /// Longest result of a handler, in bytes of JSON text; beyond, the handler counts as broken.
+    pub max_result_bytes: usize,
     /// Longest path and query, in bytes.
     pub max_uri_bytes: usize,
     /// Longest request head, in bytes.
@@ -185,6 +187,7 @@ impl Default for Limits {
     fn default() -> Self {
         Self {
             max_body_bytes: 1 << 20,
+            max_result_bytes: 1 << 20,
             max_uri_bytes: 8 << 10,
             max_header_bytes: 32 << 10,
             max_headers: 100,
@@ -339,6 +342,7 @@ impl File {
     fn check(&self) -> Result<(), String> {
         let positive = [
             ("limits.max_body_bytes", self.limits.max_body_bytes),
+            ("limits.max_result_bytes", self.limits.max_result_bytes),
             ("limits.max_uri_bytes", self.limits.max_uri_bytes),
             ("limits.max_connections", self.limits.max_connections),
             ("limits.max_queued", self.limits.max_queued),

@@ -51,6 +51,8 @@ pub struct Settings {
     pub group_statement: Duration,
     /// How long a delivery waits for another one of the same id that is being run.
     pub duplicate_wait: Duration,
+    /// The longest result that a handler may return.
+    pub max_result_bytes: i32,
 }
 
 impl Settings {

@@ -423,6 +423,7 @@ impl Intake {
             sqlstate: "42883".to_owned(),
             message: format!("the kind {} is not configured", stored.kind),
             detail: None,
+            by_ledger: true,
         };
         Ok(Outcome::HandlerBroken {
             id: stored.id.clone(),

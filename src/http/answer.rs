@@ -58,7 +58,11 @@ pub fn answer(outcome: Result<Outcome, Refusal>, preference: Preference) -> Resp
         Ok(Outcome::NotStored { operation, receipt }) => not_stored(&operation, &receipt),
         Ok(Outcome::HandlerBroken { id, raised }) => Problem::new(
             Code::HandlerBroken,
-            "the handler raised an error that handlers may not raise; no effect was made, and the same request may be sent again once it is repaired",
+            format!(
+                "{}; no effect was made and nothing was stored: the same request may be sent again once it is repaired",
+                // What it said itself is for those who repair it.
+                if raised.by_ledger { &*raised.message } else { "the handler raised an error that handlers may not raise" },
+            ),
         )
         .about(&id)
         .sqlstate(raised.sqlstate)

@@ -41,10 +41,12 @@ pub struct Times {
 ///
 /// Handlers run in that order too, one after the other, each in a sub-transaction of its own. `applied` sorts what was
 /// claimed: a sort has to have everything before it gives anything, so all claims are made before the first handler runs.
+///
+/// A claim that settles at once has one row of history, and that is of whoever asked for the operation.
 pub async fn perform_all(
     session: &mut Session,
     tenant: &Tenant,
-    actor: &str,
+    max_result_bytes: i32,
     submissions: &[&Submission],
 ) -> Result<Vec<Option<Won>>, Error> {
     let columns = Columns::of(submissions);
@@ -63,9 +65,10 @@ pub async fn perform_all(
                  as m (operation_id, kind, target, fingerprint, payload, run, run_id, external_reference, requested_by,
                        trace_parent, retention)
             on conflict (tenant_id, operation_id) do nothing
-            returning operation_id, settled_at, receipt_expires_at
+            returning operation_id, requested_by, settled_at, receipt_expires_at
         ), applied as materialized (
-            select c.operation_id, c.place, c.settled_at, c.receipt_expires_at, a.error_code, a.message, a.detail,
+            select c.operation_id, c.requested_by, c.place, c.settled_at, c.receipt_expires_at,
+                   a.error_code, a.message, a.detail, a.by_ledger,
                    convert_to(
                        c.head || a.result || $17 || to_char(c.settled_at at time zone 'UTC', $18) || $19, 'UTF8'
                    ) as body
@@ -77,7 +80,7 @@ pub async fn perform_all(
                      on m.id = claimed.operation_id
                 order by claimed.operation_id collate "C"
             ) as c
-            cross join lateral ledger.apply(c.handler, c.payload::jsonb, c.operation::jsonb) as a
+            cross join lateral ledger.apply(c.handler, c.payload::jsonb, c.operation::jsonb, $22) as a
         ), receipts as (
             insert into ledger.receipts (tenant_id, operation_id, status, headers, body, body_sha256, expires_at)
             select $1, operation_id, $20, $21::text::jsonb, body, sha256(body), receipt_expires_at
@@ -85,12 +88,12 @@ pub async fn perform_all(
             where error_code is null
         ), history as (
             insert into ledger.history (tenant_id, operation_id, version, at, event, state, actor, attempt)
-            select $1, operation_id, 1, settled_at, 'succeeded', 'succeeded', $22, 1
+            select $1, operation_id, 1, settled_at, 'succeeded', 'succeeded', 'key:' || requested_by, 1
             from applied
             where error_code is null
         )
         select place as "place!", settled_at as "settled_at!", receipt_expires_at as "expires_at!", error_code, message,
-               detail, body
+               detail, by_ledger, body
         from applied
         "#,
         tenant.as_str(),
@@ -114,7 +117,7 @@ pub async fn perform_all(
         receipt::SUCCESS_END,
         receipt::SUCCESS.cast_signed(),
         headers_json(&receipt::success_headers()),
-        actor,
+        max_result_bytes,
     )
     .fetch_all(&mut *session)
     .await
@@ -132,7 +135,7 @@ pub async fn perform_all(
         };
         let applied = match row.body {
             Some(body) => Applied::Returned(Receipt::success(body.into())),
-            None => Applied::reported(row.error_code, row.message, row.detail),
+            None => Applied::reported(row.error_code, row.message, row.detail, row.by_ledger),
         };
         *place = Some(Won { times, applied });
     }

@@ -64,7 +64,7 @@ pub async fn store(session: &mut Session, submission: &Submission, beginning: Be
         submission.trace_parent.as_deref(),
         instance,
         event,
-        format!("key:{}", submission.requested_by),
+        submission.requester(),
     )
     .execute(&mut *session)
     .await

@@ -63,6 +63,8 @@ pub struct Raised {
     pub sqlstate: String,
     pub message: String,
     pub detail: Option<String>,
+    /// The words are ours, about the handler: its callers may read them, although it is broken.
+    pub by_ledger: bool,
 }
 
 impl Raised {

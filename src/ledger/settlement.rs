@@ -22,6 +22,8 @@ pub struct Call<'a> {
     pub payload: &'a str,
     /// The handler's second argument, JSON text.
     pub operation: &'a str,
+    /// The longest result, as JSON text; the handler of a longer one is broken.
+    pub max_result_bytes: i32,
 }
 
 /// What a handler did.
@@ -50,16 +52,23 @@ impl<T> Applied<T> {
             sqlstate: error.sqlstate()?,
             message: database.message().to_owned(),
             detail: detail.filter(|detail| !detail.is_empty()).map(ToOwned::to_owned),
+            by_ledger: false,
         };
         Some(Self::raised(raised.without_row_contents()))
     }
 
     /// What `ledger.apply` reported of a handler that did not return.
-    pub fn reported(sqlstate: Option<String>, message: Option<String>, detail: Option<String>) -> Self {
+    pub fn reported(
+        sqlstate: Option<String>,
+        message: Option<String>,
+        detail: Option<String>,
+        by_ledger: Option<bool>,
+    ) -> Self {
         let raised = Raised {
             sqlstate: sqlstate.unwrap_or_else(|| "XX000".to_owned()),
             message: message.unwrap_or_default(),
             detail: detail.filter(|detail| !detail.is_empty()),
+            by_ledger: by_ledger.unwrap_or(false),
         };
         Self::raised(raised.without_row_contents())
     }
@@ -81,16 +90,23 @@ impl<T> Applied<T> {
 /// Runs a handler in a sub-transaction; its result is JSON text.
 pub async fn apply(session: &mut Session, call: Call<'_>) -> Result<Applied<Box<RawValue>>, Error> {
     let row = sqlx::query!(
-        "select result, error_code, message, detail from ledger.apply($1, $2::text::jsonb, $3::text::jsonb)",
+        "select result, error_code, message, detail, by_ledger \
+         from ledger.apply($1, $2::text::jsonb, $3::text::jsonb, $4)",
         call.handler,
         call.payload,
         call.operation,
+        call.max_result_bytes,
     )
     .fetch_one(&mut *session)
     .await
     .map_err(doing("run the handler"))?;
     let (Some(result), None) = (row.result, &row.error_code) else {
-        return Ok(Applied::reported(row.error_code, row.message, row.detail));
+        return Ok(Applied::reported(
+            row.error_code,
+            row.message,
+            row.detail,
+            row.by_ledger,
+        ));
     };
     Ok(match RawValue::from_string(result) {
         Ok(result) => Applied::Returned(result),
@@ -99,6 +115,7 @@ pub async fn apply(session: &mut Session, call: Call<'_>) -> Result<Applied<Box<
             sqlstate: "XX000".to_owned(),
             message: format!("the handler's result is not JSON: {error}"),
             detail: None,
+            by_ledger: true,
         }),
     })
 }
@@ -218,6 +235,7 @@ mod tests {
                 sqlstate: sqlstate.to_owned(),
                 message: String::new(),
                 detail: None,
+                by_ledger: false,
             })
         };
         for code in ["OL001", "OLXYZ", "P0001", "22003", "22012", "23505", "23514"] {

@@ -221,6 +221,11 @@ impl Submission {
             self.fingerprint,
         )
     }
+
+    /// `key:<key id>` of the caller, as history names it.
+    pub fn requester(&self) -> String {
+        format!("key:{}", self.requested_by)
+    }
 }
 
 #[cfg(test)]

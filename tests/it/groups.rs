@@ -71,7 +71,7 @@ async fn perform(pool: &Pool, submissions: &mut [Submission]) -> Vec<Won> {
     };
     let mut session = pool.transaction(limits).await.unwrap();
     let group: Vec<&Submission> = submissions.iter().collect();
-    let won = claim::perform_all(&mut session, &TENANT.parse().unwrap(), "instance:test", &group)
+    let won = claim::perform_all(&mut session, &TENANT.parse().unwrap(), 1 << 20, &group)
         .await
         .unwrap();
     session.commit_after_handlers().await.unwrap();

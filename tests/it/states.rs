@@ -467,6 +467,70 @@ async fn trouble_that_does_not_pass_ends_with_the_deadline_and_stores_nothing() 
 }
 
 #[tokio::test]
+async fn a_result_that_is_too_large_is_refused_with_its_size_and_leaves_nothing() {
+    let ledger = handlers::ledger("[limits]\nmax_result_bytes = 100\n").await;
+    let agent = ledger.agent();
+    let before = ledger.rows().await;
+    let text = |length: usize| format!("\"{}\"", "x".repeat(length - 2));
+    for way in WAYS {
+        let (id, kind) = (format!("large{way}"), format!("note{way}"));
+        // Others of its group are none the worse for it.
+        let small: Vec<_> = (0..4)
+            .map(|number| {
+                let (agent, kind, id) = (agent.clone(), kind.clone(), format!("small-{number}{way}"));
+                tokio::spawn(async move { agent.submit(&id, &kind, "{}").await })
+            })
+            .collect();
+        let broken = agent
+            .submit(&id, &kind, &text(101))
+            .await
+            .is(500, "handler-broken")
+            .json();
+        let detail = broken["detail"].as_str().unwrap();
+        assert!(
+            detail.contains("returned 101 bytes") && detail.contains("limits.max_result_bytes is 100"),
+            "{detail}"
+        );
+        assert_eq!(
+            (&broken["sqlstate"], &broken["retryable"]),
+            (&"54000".into(), &true.into())
+        );
+        for answer in small {
+            answer.await.unwrap().succeeded();
+        }
+        assert_eq!(ledger.effects(&id).await, 0);
+        agent.get(&format!("/v1/operations/{id}")).await.is(404, "not-found");
+        // The id is free, also for what just fits.
+        agent.submit(&id, &kind, &text(100)).await.succeeded();
+        // What a handler raises itself is not shown, under this SQLSTATE neither.
+        let raised = agent
+            .submit("raised", &format!("raise{way}"), r#"{"code":"54000"}"#)
+            .await
+            .is(500, "handler-broken")
+            .json();
+        assert!(!raised["detail"].to_string().contains("raised 54000"), "{raised}");
+        run(&ledger.sql, "delete from it.effects; delete from ledger.operations; delete from ledger.receipts; delete from ledger.history").await;
+    }
+    assert_eq!(ledger.rows().await, before);
+}
+
+#[tokio::test]
+async fn history_names_whoever_asked_for_an_operation_that_settled_at_once() {
+    let ledger = handlers::ledger("").await;
+    let agent = ledger.agent();
+    for (id, kind, payload) in [
+        ("done", "note", "{}"),
+        ("refused", "raise", r#"{"code":"OL001"}"#),
+        ("done.alone", "note.alone", "{}"),
+    ] {
+        agent.submit(id, kind, payload).await;
+        let operation = agent.operation(id).await;
+        let requester = format!("key:{}", operation["requested_by"].as_str().unwrap());
+        assert_eq!(operation["history"][0]["actor"], requester.as_str(), "{operation}");
+    }
+}
+
+#[tokio::test]
 async fn what_the_handler_returns_is_the_result_even_if_it_is_null() {
     let ledger = handlers::ledger("").await;
     for way in WAYS {

@@ -26,7 +26,7 @@ const MISSING: &str = "
     where not has_table_privilege(needed.name, needed.privilege)
     union all
     select 'execute on ledger.apply'
-    where not has_function_privilege('ledger.apply(text, jsonb, jsonb)', 'execute')";
+    where not has_function_privilege(to_regprocedure('ledger.apply(text, jsonb, jsonb, integer)'), 'execute')";
 
 pub async fn examine(pool: &Pool, findings: &mut Findings) -> Result<(), Error> {
     let [role, superuser, usage] = row(

@@ -147,10 +147,11 @@ async fn attempt(apply: &Apply, member: &Member) -> Result<Tried, Error> {
                 sqlstate: "40001".to_owned(),
                 message: "the row that held the id is gone again".to_owned(),
                 detail: None,
+                by_ledger: true,
             }));
         }
     };
-    let (state, receipt, raised) = match apply_one(&mut session, submission, attempt).await? {
+    let (state, receipt, raised) = match apply_one(apply, &mut session, submission, attempt).await? {
         Applied::Returned(result) => (StateName::Succeeded, Written::Succeeded(result), None),
         Applied::Refused(raised) => (StateName::Failed, Written::Failed(raised.clone()), Some(raised)),
         Applied::Passing(raised) => {
@@ -239,6 +240,7 @@ async fn begin(apply: &Apply, session: &mut Session, submission: &Submission, wo
 /// Runs the handler and its deferred constraints behind a savepoint, so that a refusal by either undoes the effect and
 /// keeps the claim.
 async fn apply_one(
+    apply: &Apply,
     session: &mut Session,
     submission: &Submission,
     attempt: i32,
@@ -249,6 +251,7 @@ async fn apply_one(
         handler: submission.kind.handler.quoted(),
         payload: &submission.canonical,
         operation: &operation,
+        max_result_bytes: apply.settings.max_result_bytes,
     };
     let result = match settlement::apply(session, call).await? {
         Applied::Returned(result) => result,

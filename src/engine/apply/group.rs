@@ -145,7 +145,7 @@ async fn fill(apply: &Apply, session: &mut Session, submissions: &[&Submission])
     let Some(tenant) = submissions.first().map(|submission| &submission.tenant) else {
         return Ok(Vec::new());
     };
-    let won = claim::perform_all(session, tenant, &apply.actor, submissions).await?;
+    let won = claim::perform_all(session, tenant, apply.settings.max_result_bytes, submissions).await?;
     let mut endings = Vec::with_capacity(submissions.len());
     let (mut refused, mut withdrawn, mut lost) = (Vec::new(), Vec::new(), Vec::new());
     for (submission, won) in submissions.iter().copied().zip(won) {
@@ -176,7 +176,7 @@ async fn fill(apply: &Apply, session: &mut Session, submissions: &[&Submission])
         });
     }
     if !refused.is_empty() {
-        store_refused(apply, session, tenant, &refused).await?;
+        store_refused(session, tenant, &refused).await?;
     }
     if !withdrawn.is_empty() {
         claim::withdraw(session, tenant, &withdrawn).await?;
@@ -218,14 +218,18 @@ struct Decided<'a> {
 
 /// Stores refusals; the claims say `succeeded` until then.
 async fn store_refused(
-    apply: &Apply,
     session: &mut Session,
     tenant: &Tenant,
     refused: &[(Decided<'_>, Raised)],
 ) -> Result<(), DatabaseError> {
+    let actors: Vec<String> = refused
+        .iter()
+        .map(|(decided, _)| decided.submission.requester())
+        .collect();
     let settled: Vec<_> = refused
         .iter()
-        .map(|(decided, raised)| decided.settled(&apply.actor, raised))
+        .zip(&actors)
+        .map(|((decided, raised), actor)| decided.settled(actor, raised))
         .collect();
     settlement::store_all(session, tenant, &settled).await?;
     let ids: Vec<&str> = refused
