@@ -69,6 +69,12 @@ pub enum Refusal {
     Busy { retry_after: Duration },
     #[error("the ledger's database is not available")]
     Unavailable,
+    #[error("the handler {handler} ran longer than the timeout of {timeout:?} of its kind {kind} and was rolled back")]
+    Overtime {
+        kind: Arc<str>,
+        handler: String,
+        timeout: Duration,
+    },
     /// Nothing was sent and nothing is stored.
     #[error("the downstream {downstream} was not reached: {cause}")]
     Unreachable { downstream: Arc<str>, cause: String },

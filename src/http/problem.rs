@@ -312,6 +312,14 @@ impl From<Refusal> for Problem {
                 "the ledger's database cannot be used now; nothing was acknowledged, send the same request again later",
             )
             .retry_after(Duration::from_secs(2)),
+            Refusal::Overtime { ref kind, .. } => Self::new(
+                Code::LedgerUnavailable,
+                format!(
+                    "{refusal}; nothing was stored and no effect was made. Send the same request again later; if it goes \
+                     on, the operator has to make the handler faster or raise timeout under [kinds.\"{kind}\"]"
+                ),
+            )
+            .retry_after(Duration::from_secs(2)),
             Refusal::Unreachable { downstream, cause } => Self::new(
                 Code::DownstreamUnreachable,
                 format!("{downstream} was not reached ({cause}); nothing was sent and nothing is stored, send the same request again later"),

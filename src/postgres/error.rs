@@ -44,6 +44,11 @@ impl Error {
             .is_some_and(|code| !code.starts_with("08") && !code.starts_with("57P"))
     }
 
+    /// Whether the statement was cancelled, because its time was up or because somebody asked for that.
+    pub fn is_cancelled(&self) -> bool {
+        self.sqlstate().is_some_and(|code| code == "57014")
+    }
+
     /// Which kind of trouble this is.
     pub fn trouble(&self) -> Trouble {
         match &self.source {

@@ -112,7 +112,7 @@ impl Metrics {
     fn register(&mut self) {
         let registry = &mut self.registry;
         let named = "Deliveries of operations by outcome (effect, refused, replay, accepted, in_progress, unknown, \
-                     mismatch, expired, handler_broken, rejected_queue, unavailable, internal)";
+                     mismatch, expired, handler_broken, overtime, rejected_queue, unavailable, internal)";
         registry.register("deliveries", named, self.deliveries.clone());
         registry.register(
             "effects",
@@ -214,6 +214,7 @@ impl Metrics {
             Ok(Outcome::HandlerBroken { .. }) => "handler_broken",
             Err(Refusal::Busy { .. }) => "rejected_queue",
             Err(Refusal::Unavailable | Refusal::Stopping) => "unavailable",
+            Err(Refusal::Overtime { .. }) => "overtime",
             Err(Refusal::Unreachable { .. } | Refusal::NoAnswer { .. }) => "unreachable",
             Err(Refusal::Unrecorded { .. }) => "unrecorded",
             Err(Refusal::Internal) => "internal",

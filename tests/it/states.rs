@@ -7,7 +7,8 @@ use tokio::time::Instant;
 
 use crate::plans::repair;
 use crate::support::handlers::{self, WAYS};
-use crate::support::{Answer, Ledger, run};
+use crate::support::process::Process;
+use crate::support::{Answer, Client, Database, Ledger, TENANT, run, write_config};
 
 /// A stored answer that no refusal may show.
 const STORED: &str = "stored-answer-5120";
@@ -440,10 +441,6 @@ async fn trouble_that_does_not_pass_ends_with_the_deadline_and_stores_nothing() 
             r#"{"code":"55P03"}"#,
             r#"{"seconds":30}"#,
         ] {
-            // A group's own limit is ten seconds, and then its members run alone: that is for kinds that wait.
-            if way.is_empty() && payload.contains("seconds") {
-                continue;
-            }
             let (id, kind) = (format!("never{way}"), format!("hasty{way}"));
             let began = Instant::now();
             let refused = agent.submit(&id, &kind, payload).await.is(503, "ledger-unavailable");
@@ -528,6 +525,42 @@ async fn history_names_whoever_asked_for_an_operation_that_settled_at_once() {
         let requester = format!("key:{}", operation["requested_by"].as_str().unwrap());
         assert_eq!(operation["history"][0]["actor"], requester.as_str(), "{operation}");
     }
+}
+
+#[tokio::test]
+async fn a_handler_that_takes_too_long_is_named_with_its_time_out_and_the_next_step() {
+    let setup = handlers::setup("");
+    let database = Database::create().await;
+    run(&database.sql, &setup.sql).await;
+    let keys = database.keys(TENANT).await;
+    let (_directory, config) = write_config(&setup.config);
+    let process = Process::serve(&config, &database.service_url);
+    let agent = Client::new(process.address, &keys["agent"]);
+    for way in WAYS {
+        let (id, kind) = (format!("slow{way}"), format!("hasty{way}"));
+        let refused = agent.submit(&id, &kind, r#"{"seconds":30}"#).await;
+        let detail = refused.is(503, "ledger-unavailable").json()["detail"].to_string();
+        for part in [
+            "it.hasty",
+            "500ms",
+            "timeout",
+            &format!("[kinds.\\\"{kind}\\\"]"),
+            "nothing was stored",
+        ] {
+            assert!(detail.contains(part), "{part} in {detail}");
+        }
+        assert!(!detail.contains("database"), "it is not the database's fault: {detail}");
+        agent.get(&format!("/v1/operations/{id}")).await.is(404, "not-found");
+        process
+            .has_logged(&format!(
+                r#""operation.id":"{id}","kind":"{kind}","handler":"it.hasty","timeout":"500ms""#
+            ))
+            .await;
+    }
+    // Cancelled by somebody else long before its time is up.
+    let refused = agent.submit("cancelled", "hasty.alone", r#"{"code":"57014"}"#).await;
+    let detail = refused.is(503, "ledger-unavailable").json()["detail"].to_string();
+    assert!(!detail.contains("it.hasty"), "{detail}");
 }
 
 #[tokio::test]

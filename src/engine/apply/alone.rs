@@ -64,8 +64,12 @@ async fn settle(apply: &Apply, member: &Member) -> Result<Outcome, Refusal> {
             Ok(Tried::Answer(outcome)) => return Ok(outcome.since(asked)),
             Ok(Tried::Broken(raised)) => return Ok(broken(apply, member, raised).await),
             Ok(Tried::Passing(raised)) => raised.message,
-            Err(error) => match fate(&error) {
+            Err(error) => match fate(&error, member) {
                 Fate::Passing => error.to_string(),
+                Fate::Overtime => {
+                    let refusal = overtime(&member.submission);
+                    return give_up(apply, member, &refusal.to_string(), refusal.clone()).await;
+                }
                 Fate::Twin => {
                     return Ok(Outcome::InProgress {
                         operation: Known::submitted(&member.submission, None),
@@ -90,6 +94,9 @@ enum Error {
     Database(#[from] DatabaseError),
     #[error(transparent)]
     Read(read::Error),
+    /// The handler ran for as long as its kind allows, and was cancelled.
+    #[error(transparent)]
+    Overtime(DatabaseError),
     /// The claim waited for a rival's commit as long as it may.
     #[error("another delivery of this operation is being run")]
     Twin,
@@ -107,12 +114,17 @@ impl From<read::Error> for Error {
 enum Fate {
     Passing,
     Lasting,
+    Overtime,
     Twin,
 }
 
-fn fate(error: &Error) -> Fate {
+fn fate(error: &Error, member: &Member) -> Fate {
     match error {
         Error::Twin => Fate::Twin,
+        Error::Overtime(error) => {
+            log_overtime(error, &member.submission);
+            Fate::Overtime
+        }
         Error::Read(error) => {
             tracing::error!(error = %error, "operation rolled back");
             Fate::Lasting
@@ -125,6 +137,26 @@ fn fate(error: &Error) -> Fate {
             }
         }
     }
+}
+
+/// What the caller of a cancelled handler is told: the database is well, and to wait for it would not help.
+fn overtime(submission: &Submission) -> Refusal {
+    Refusal::Overtime {
+        kind: submission.kind.name.clone(),
+        handler: submission.kind.handler.to_string(),
+        timeout: submission.kind.timeout,
+    }
+}
+
+fn log_overtime(error: &DatabaseError, submission: &Submission) {
+    tracing::warn!(
+        operation.id = %submission.id,
+        kind = &*submission.kind.name,
+        handler = %submission.kind.handler,
+        timeout = ?submission.kind.timeout,
+        sqlstate = error.sqlstate(),
+        "the handler ran longer than its kind's timeout and was rolled back; make it faster or raise the timeout"
+    );
 }
 
 /// One transaction.
@@ -151,7 +183,18 @@ async fn attempt(apply: &Apply, member: &Member) -> Result<Tried, Error> {
             }));
         }
     };
-    let (state, receipt, raised) = match apply_one(apply, &mut session, submission, attempt).await? {
+    let began = Instant::now();
+    let applied = apply_one(apply, &mut session, submission, attempt)
+        .await
+        .map_err(|error| {
+            // Cancelled, and by whom? PostgreSQL says that in words only, and those depend on its language.
+            if error.is_cancelled() && began.elapsed() >= submission.kind.timeout {
+                Error::Overtime(error)
+            } else {
+                error.into()
+            }
+        })?;
+    let (state, receipt, raised) = match applied {
         Applied::Returned(result) => (StateName::Succeeded, Written::Succeeded(result), None),
         Applied::Refused(raised) => (StateName::Failed, Written::Failed(raised.clone()), Some(raised)),
         Applied::Passing(raised) => {

@@ -1,6 +1,6 @@
 //! One worker: a connection, and groups on it for as long as the process lives.
 
-use std::collections::HashSet;
+use std::collections::{BTreeSet, HashSet};
 use std::sync::Arc;
 
 use tokio::time::Instant;
@@ -47,7 +47,7 @@ pub async fn work(apply: Arc<Apply>) {
                 kept = clean(session).await;
             }
             Err(error) => {
-                log_failure(&error, group.len());
+                log_failure(&error, &group);
                 split(&apply, group);
             }
         }
@@ -312,8 +312,20 @@ fn alone(apply: &Arc<Apply>, member: Member) {
     apply.tasks.spawn(super::alone::run(apply.clone(), member, registered));
 }
 
-fn log_failure(error: &Error, members: usize) {
+fn log_failure(error: &Error, group: &[Member]) {
+    let members = group.len();
     match error {
+        Error::Database(error) if error.is_cancelled() => {
+            let handlers: BTreeSet<String> = group
+                .iter()
+                .map(|member| member.submission.kind.handler.to_string())
+                .collect();
+            tracing::warn!(
+                members,
+                ?handlers,
+                "the handlers of a group took too long together and were rolled back; its members run alone"
+            );
+        }
         Error::Database(error) => log_trouble(error, members),
         Error::Read(error) => tracing::error!(error = %error, members, "group rolled back"),
     }
