@@ -612,7 +612,7 @@ async fn soon<T>(answer: impl Future<Output = T>) -> T {
 
 #[tokio::test]
 async fn depth_and_size_are_bounded_and_what_is_accepted_stays_readable() {
-    let ledger = with_limits("max_body_bytes = 11000000").await;
+    let ledger = with_limits("max_body_bytes = 11000000\nmax_result_bytes = 11000000").await;
     let agent = ledger.agent();
     let nested = |depth: usize| format!("{}{}", "[".repeat(depth), "]".repeat(depth));
     let objects = |depth: usize| format!("{}1{}", r#"{"a":"#.repeat(depth), "}".repeat(depth));

@@ -16,6 +16,7 @@ mod groups;
 mod keys;
 mod kill;
 mod layers;
+mod logs;
 mod lookups;
 mod migrations;
 mod outbound;

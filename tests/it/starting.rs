@@ -40,14 +40,14 @@ async fn refuse(mut client: TcpStream) {
 }
 
 /// A command whose log is read line by line.
-struct Started {
+pub struct Started {
     child: Child,
     lines: Option<std::io::Lines<BufReader<std::process::ChildStderr>>>,
-    seen: Vec<String>,
+    pub seen: Vec<String>,
 }
 
 impl Started {
-    fn new(arguments: &[&str], database_url: &str) -> Self {
+    pub fn new(arguments: &[&str], database_url: &str) -> Self {
         let mut child = command(arguments, database_url).stderr(Stdio::piped()).spawn().unwrap();
         let lines = BufReader::new(child.stderr.take().unwrap()).lines();
         Self {
@@ -58,7 +58,7 @@ impl Started {
     }
 
     /// Waits for a line with this text.
-    async fn says(&mut self, text: &'static str) {
+    pub async fn says(&mut self, text: &'static str) {
         let mut lines = self.lines.take().unwrap();
         let read = tokio::task::spawn_blocking(move || {
             let mut seen = Vec::new();
