@@ -19,7 +19,15 @@ async fn number(database: &Database, query: &'static str) -> i64 {
 /// Starts a service that is expected not to start, and returns what it says.
 async fn refused(lines: &str, database_url: &str) -> String {
     let (_directory, config) = write_config(lines);
-    let serve = ["serve", "--listen", "127.0.0.1:0", "--database-wait", "0s", "--config", config.to_str().unwrap()];
+    let serve = [
+        "serve",
+        "--listen",
+        "127.0.0.1:0",
+        "--database-wait",
+        "0s",
+        "--config",
+        config.to_str().unwrap(),
+    ];
     let Finished { code, stderr, .. } = finished(&serve, database_url).await;
     assert!(
         code.is_some_and(|code| code != 0),

@@ -16,7 +16,7 @@ use super::gateway::Gateway;
 use crate::support::process::Process;
 use crate::support::proxy::{Held, Proxy};
 use crate::support::victim::Victim;
-use crate::support::{Answer, Client, Database, Shared, TENANT, shared, write_config};
+use crate::support::{Answer, Client, Database, Dropped, Shared, TENANT, shared, write_config};
 
 /// Boundaries at a COMMIT that one process can hold at a time: it has two writers.
 const COMMITS: usize = 2;
@@ -30,6 +30,8 @@ pub struct Scene {
     key: String,
     config: PathBuf,
     _directory: tempfile::TempDir,
+    // A server of a test's own ends with it.
+    _dropped: Option<Dropped>,
 }
 
 /// A process behind its own way to the database, and what it holds.
@@ -64,7 +66,11 @@ impl Scene {
     pub async fn with(in_flight: Duration) -> Self {
         let database = Database::create().await;
         let key = database.keys(TENANT).await["agent"].clone();
-        Self::new(database.sql, database.service_url, database.name, key, in_flight).await
+        let scene = Self::new(database.sql, database.service_url, database.name, key, in_flight).await;
+        Self {
+            _dropped: Some(database.dropped),
+            ..scene
+        }
     }
 
     /// On a server that can be killed.
@@ -85,6 +91,7 @@ impl Scene {
             key,
             config,
             _directory: directory,
+            _dropped: None,
         }
     }
 

@@ -20,8 +20,8 @@ pub mod wire;
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
-use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::{OnceLock, mpsc};
 use std::time::Duration;
 
 use opledger::app::{self, Running};
@@ -201,6 +201,7 @@ pub struct Ledger {
     pub running: Running,
     // Removed with the test.
     _directory: tempfile::TempDir,
+    _dropped: Dropped,
 }
 
 impl Ledger {
@@ -225,6 +226,7 @@ impl Ledger {
             config_path,
             running,
             _directory: directory,
+            _dropped: database.dropped,
         }
     }
 
@@ -269,6 +271,32 @@ pub struct Database {
     pub service_url: String,
     pub owner_url: String,
     pub sql: PgPool,
+    pub dropped: Dropped,
+}
+
+/// Has a database dropped when its test has ended: those of all tests take gigabytes together.
+pub struct Dropped(String);
+
+impl Drop for Dropped {
+    fn drop(&mut self) {
+        static NAMES: OnceLock<mpsc::Sender<String>> = OnceLock::new();
+        let names = NAMES.get_or_init(|| {
+            let (sender, receiver) = mpsc::channel();
+            // One after the other and behind everybody's back: each of them makes PostgreSQL write a checkpoint.
+            std::thread::spawn(|| block_on(drop_all(receiver)));
+            sender
+        });
+        // What is left when the run ends, the next one drops.
+        let _ = names.send(std::mem::take(&mut self.0));
+    }
+}
+
+async fn drop_all(names: mpsc::Receiver<String>) {
+    let maintenance = PgPool::connect(&shared().url("postgres", "postgres")).await.unwrap();
+    for name in names {
+        let drop = sqlx::AssertSqlSafe(format!("drop database if exists \"{name}\" with (force)"));
+        let _ = sqlx::raw_sql(drop).execute(&maintenance).await;
+    }
 }
 
 impl Database {
@@ -285,6 +313,7 @@ impl Database {
             service_url: shared.url("opledger", &name),
             owner_url,
             sql,
+            dropped: Dropped(name.clone()),
             name,
         }
     }
