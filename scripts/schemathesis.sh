@@ -20,7 +20,8 @@ if [ "$("$venv/bin/schemathesis" --version 2>/dev/null)" != "schemathesis, versi
     python3 -m venv "$venv"
     "$venv/bin/pip" install --quiet --disable-pip-version-check "schemathesis==$version"
 fi
-[ -n "${BIN:-}" ] || cargo build --quiet
+# With the tests, so that it is the program that they have built, and no dependency is built in another way for it.
+[ -n "${BIN:-}" ] || cargo build --quiet --locked --bin opledger --test it
 
 "$bin" dev --ephemeral --listen 127.0.0.1:0 --json >"$work/ready.json" 2>"$work/log" &
 service=$!

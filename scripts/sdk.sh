@@ -15,6 +15,7 @@ if [ "$wanted" != "$(cat "$venv/installed.txt" 2>/dev/null)" ]; then
     "$venv/bin/pip" install --quiet --disable-pip-version-check -r tests/sdk/requirements.txt -c tests/sdk/constraints.txt
     echo "$wanted" >"$venv/installed.txt"
 fi
-[ -n "${BIN:-}" ] || cargo build --quiet
+# With the tests, so that it is the program that they have built, and no dependency is built in another way for it.
+[ -n "${BIN:-}" ] || cargo build --quiet --locked --bin opledger --test it
 cd tests/sdk
 "../../$venv/bin/python" -W ignore::ResourceWarning -m unittest "$@"

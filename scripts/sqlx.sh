@@ -28,10 +28,11 @@ for migration in migrations/*.sql; do "${psql[@]}" -1 -f "$migration" >/dev/null
 
 found=$scratch/found
 mkdir "$found"
-# The macros describe each query to the database and write what they learn into this directory.
+# The macros describe each query to the database and write what they learn into this directory. The test profile has the
+# dependencies as clippy has them for all targets, so that none is built for this alone.
 touch src/lib.rs
 DATABASE_URL="postgres:///postgres?host=$scratch&user=postgres" SQLX_OFFLINE=false SQLX_OFFLINE_DIR="$found" \
-    cargo check --quiet --lib --target-dir target/sqlx
+    cargo check --quiet --locked --lib --profile test
 
 if [ "${1:-}" = --check ]; then
     diff -r .sqlx "$found" >/dev/null || { echo "sqlx.sh: .sqlx is out of date; run \`make sqlx\` and commit it" >&2; exit 1; }
