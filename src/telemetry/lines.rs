@@ -104,6 +104,16 @@ mod tests {
 
     const HOSTILE: &str = "a\u{202e}b\u{1b}[31mc\nd\u{2028}e\u{85}f\u{200b}g\u{e0041}h é😀";
 
+    const HIDDEN: [char; 7] = [
+        '\u{202e}',
+        '\u{1b}',
+        '\n',
+        '\u{2028}',
+        '\u{85}',
+        '\u{200b}',
+        '\u{e0041}',
+    ];
+
     #[derive(Clone, Default)]
     struct Kept(Arc<Mutex<Vec<u8>>>);
 
@@ -139,7 +149,7 @@ mod tests {
             .with_writer(move || writer.clone());
         let line = kept.log(lines.finish());
         assert_eq!(line.matches('\n').count(), 1, "{line}");
-        assert!(!line.trim_end_matches('\n').contains(misleads), "{line:?}");
+        assert!(!line.trim_end_matches('\n').contains(HIDDEN), "{line:?}");
         let escaped = r"a\u{202e}b\u{1b}[31mc\nd\u{2028}e\u{85}f\u{200b}g\u{e0041}h é😀";
         for part in [
             format!("said {escaped} "),
@@ -161,7 +171,7 @@ mod tests {
             .with_writer(JsonLines(move || writer.clone()));
         let line = kept.log(lines.finish());
         assert_eq!(line.matches('\n').count(), 1, "{line}");
-        assert!(!line.trim_end_matches('\n').contains(misleads), "{line:?}");
+        assert!(!line.trim_end_matches('\n').contains(HIDDEN), "{line:?}");
         let event: serde_json::Value = serde_json::from_str(&line).unwrap();
         assert_eq!(event["shown"], HOSTILE);
         assert_eq!(event["message"], format!("said {HOSTILE}"));
