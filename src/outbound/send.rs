@@ -12,17 +12,14 @@ use std::time::Duration;
 use bytes::Bytes;
 use http::header::{CONTENT_LENGTH, HOST};
 use http::uri::PathAndQuery;
-use http::{HeaderMap, HeaderValue, Method, StatusCode, Uri};
-use http_body::Body;
-use http_body_util::Full;
-use hyper::body::Incoming;
+use http::{HeaderMap, Method, StatusCode, Uri};
 use tokio::sync::OwnedSemaphorePermit;
 use tokio::time::timeout;
 use tokio_util::task::TaskTracker;
 
 use super::downstream::Downstream;
 use super::headers;
-use super::http1::Http1;
+use super::http1::{self, Http1};
 use super::http2::Download;
 use super::pool::{Line, Pool};
 
@@ -83,8 +80,14 @@ struct Reading {
 }
 
 enum Source {
-    One { connection: Box<Http1>, body: Incoming },
+    One(Box<Http1>),
     Lane(Download),
+}
+
+/// A request that the peer has got something of.
+enum Begun {
+    One(Box<Http1>),
+    Lane(http::Response<()>, Download),
 }
 
 /// Nothing has left this process.
@@ -202,10 +205,17 @@ impl Ready {
             downstream,
         } = self;
         let outgoing = Outgoing::new(request, &downstream);
-        let sent = match outgoing.send_on(line, &downstream).await {
+        let begun = match outgoing.begin_on(line, &downstream).await {
             // Not from the pool: what waits there may be as old.
-            Err(Broken::Untouched(_)) => outgoing.send_on(Box::pin(pool.dial()).await?, &downstream).await,
-            sent => sent,
+            Err(Broken::Untouched(_)) => outgoing.begin_on(Box::pin(pool.dial()).await?, &downstream).await,
+            begun => begun,
+        };
+        let idle = downstream.limits.idle;
+        // It is on its way, and not kept while its answer is waited for.
+        drop((outgoing, downstream));
+        let sent = match begun {
+            Ok(begun) => begun.answer().await,
+            Err(broken) => Err(broken),
         };
         match sent {
             // The parser takes any three digits; no receipt could have it, and no caller could tell what it means.
@@ -216,7 +226,7 @@ impl Ready {
             Ok((head, from)) => Ok(Answer {
                 status: head.status(),
                 headers: headers::end_to_end(head.headers()),
-                body: AnswerBody::new(Reading { from, pool, place }, downstream.limits.idle),
+                body: AnswerBody::new(Reading { from, pool, place }, idle),
             }),
             Err(Broken::Untouched(cause)) => Err(NotSent::new("closed", cause).into()),
             Err(Broken::Refused { stage, cause }) => Err(NotSent::new(stage, cause).into()),
@@ -241,31 +251,32 @@ impl Outgoing {
         Self(request)
     }
 
-    async fn send_on(&self, line: Line, downstream: &Downstream) -> Result<(http::Response<()>, Source), Broken> {
+    async fn begin_on(&self, line: Line, downstream: &Downstream) -> Result<Begun, Broken> {
+        let body = self.0.body.clone();
         match line {
             Line::One(mut connection) => {
-                let answer = connection.send(self.http1(downstream), &downstream.limits).await?;
-                let (head, body) = answer.into_parts();
-                Ok((http::Response::from_parts(head, ()), Source::One { connection, body }))
+                let method = self.0.method.clone();
+                connection
+                    .begin(method, self.http1(downstream), body, &downstream.limits)
+                    .await?;
+                Ok(Begun::One(connection))
             }
+            // Only with the answer is it certain that the peer has looked at it. On the heap, for others do not wait here.
             Line::Lane(lane) => {
-                let body = self.0.body.clone();
-                let (head, download) = lane.send(self.http2(downstream), body, &downstream.limits).await?;
-                Ok((head, Source::Lane(download)))
+                let sent = Box::pin(lane.send(self.http2(downstream), body, &downstream.limits)).await;
+                sent.map(|(head, download)| Begun::Lane(head, download))
             }
         }
     }
 
-    fn http1(&self, downstream: &Downstream) -> http::Request<Full<Bytes>> {
-        let mut request = http::Request::new(Full::new(self.0.body.clone()));
-        *request.method_mut() = self.0.method.clone();
-        *request.uri_mut() = Uri::from(self.0.path_and_query.clone());
-        *request.headers_mut() = self.0.headers.clone();
-        // An authority is text that a header line takes.
-        if let Ok(host) = HeaderValue::from_str(downstream.base.authority.as_str()) {
-            request.headers_mut().insert(HOST, host);
-        }
-        request
+    fn http1(&self, downstream: &Downstream) -> Bytes {
+        let request = &self.0;
+        http1::encode(
+            &request.method,
+            &request.path_and_query,
+            &downstream.base.authority,
+            &request.headers,
+        )
     }
 
     fn http2(&self, downstream: &Downstream) -> http::Request<()> {
@@ -281,6 +292,18 @@ impl Outgoing {
         *request.headers_mut() = self.0.headers.clone();
         request.headers_mut().remove(HOST);
         request
+    }
+}
+
+impl Begun {
+    async fn answer(self) -> Result<(http::Response<()>, Source), Broken> {
+        match self {
+            Self::One(mut connection) => {
+                let head = connection.answer().await?;
+                Ok((head, Source::One(connection)))
+            }
+            Self::Lane(head, download) => Ok((head, Source::Lane(download))),
+        }
     }
 }
 
@@ -328,8 +351,7 @@ impl AnswerBody {
             return;
         };
         let Reading { from, pool, place } = reading;
-        if let Source::One { connection, body } = from {
-            drop(body);
+        if let Source::One(connection) = from {
             pool.give_back(connection);
         }
         drop(place);
@@ -339,14 +361,14 @@ impl AnswerBody {
 impl Source {
     fn is_end(&self) -> bool {
         match self {
-            Self::One { body, .. } => body.is_end_stream(),
+            Self::One(connection) => connection.is_end(),
             Self::Lane(download) => download.is_end(),
         }
     }
 
     fn poll(&mut self, cx: &mut Context<'_>) -> Poll<Option<Result<Bytes, Unknown>>> {
         match self {
-            Self::One { connection, body } => connection.poll_body(body, cx),
+            Self::One(connection) => connection.poll_body(cx),
             Self::Lane(download) => download.poll(cx),
         }
     }
@@ -354,7 +376,7 @@ impl Source {
     /// A connection of its own is closed with the answer; a shared one is not used for anything new.
     fn give_up(&self) {
         match self {
-            Self::One { .. } => {}
+            Self::One(_) => {}
             Self::Lane(download) => download.spend(),
         }
     }
