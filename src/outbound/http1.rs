@@ -26,8 +26,8 @@ use http::{HeaderMap, Method, Response, Version};
 use tokio::io::{AsyncRead, ReadBuf};
 use tokio::time::{Instant, sleep_until};
 
-pub use self::head::encode;
 use self::body::{Body, is_bodiless};
+pub use self::head::encode;
 use self::reading::{Broke, Reading};
 use self::upload::Upload;
 use super::dial::chain;
@@ -154,7 +154,11 @@ impl Http1 {
         let whole = self.upload.is_done() && self.cut.is_none();
         self.latest = None;
         self.used = true;
-        self.keep = if whole { keep(&self.method, &head, self.reading.body()) } else { None };
+        self.keep = if whole {
+            keep(&self.method, &head, self.reading.body())
+        } else {
+            None
+        };
         Ok(head)
     }
 

@@ -22,11 +22,16 @@ impl Body {
 
     /// Refuses a head whose body two readers would end at different places.
     pub fn of(method: &Method, head: &Response<()>) -> Result<Self, &'static str> {
-        if head.status() == StatusCode::SWITCHING_PROTOCOLS || (method == Method::CONNECT && head.status().is_success()) {
+        if head.status() == StatusCode::SWITCHING_PROTOCOLS || (method == Method::CONNECT && head.status().is_success())
+        {
             return Err("it switches protocols, which nobody asked for");
         }
         let framed = framing(head.version(), head.headers())?;
-        Ok(if is_bodiless(method, head.status()) { Self::END } else { framed })
+        Ok(if is_bodiless(method, head.status()) {
+            Self::END
+        } else {
+            framed
+        })
     }
 
     /// Whether it is complete.
@@ -119,7 +124,10 @@ fn decimal(digits: &[u8]) -> Result<u64, &'static str> {
         return Err("its length is no number");
     }
     digits.iter().try_fold(0u64, |value, byte| {
-        let digit = byte.is_ascii_digit().then(|| u64::from(byte - b'0')).ok_or("its length is no number")?;
+        let digit = byte
+            .is_ascii_digit()
+            .then(|| u64::from(byte - b'0'))
+            .ok_or("its length is no number")?;
         let larger = value.checked_mul(10).and_then(|value| value.checked_add(digit));
         larger.ok_or("its length is beyond counting")
     })

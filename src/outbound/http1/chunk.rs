@@ -11,21 +11,40 @@ const LONGEST_TRAILERS: u16 = 16 << 10;
 pub enum Chunk {
     /// A digit of the size, the first of them for sure; `line` counts the bytes of the line so far.
     FirstDigit,
-    Size { size: u64, line: u16 },
+    Size {
+        size: u64,
+        line: u16,
+    },
     /// White space after the size.
-    Padding { size: u64, line: u16 },
-    Extension { size: u64, line: u16 },
+    Padding {
+        size: u64,
+        line: u16,
+    },
+    Extension {
+        size: u64,
+        line: u16,
+    },
     /// The line feed after the size.
-    SizeFeed { size: u64 },
+    SizeFeed {
+        size: u64,
+    },
     /// So many bytes of the body.
     Content(u64),
     ContentReturn,
     ContentFeed,
     /// A line of the trailers, or the end of all; `read` counts the bytes of all trailers so far.
-    TrailerStart { read: u16 },
-    TrailerName { read: u16 },
-    TrailerValue { read: u16 },
-    TrailerFeed { read: u16 },
+    TrailerStart {
+        read: u16,
+    },
+    TrailerName {
+        read: u16,
+    },
+    TrailerValue {
+        read: u16,
+    },
+    TrailerFeed {
+        read: u16,
+    },
     LastFeed,
     End,
 }
@@ -111,12 +130,16 @@ fn digit(byte: u8) -> Option<u64> {
 
 fn longer(line: u16) -> Result<u16, &'static str> {
     let line = line + 1;
-    (line <= LONGEST_LINE).then_some(line).ok_or("a chunk's size line is too long")
+    (line <= LONGEST_LINE)
+        .then_some(line)
+        .ok_or("a chunk's size line is too long")
 }
 
 fn more(read: u16) -> Result<u16, &'static str> {
     let read = read + 1;
-    (read <= LONGEST_TRAILERS).then_some(read).ok_or("the trailers are too long")
+    (read <= LONGEST_TRAILERS)
+        .then_some(read)
+        .ok_or("the trailers are too long")
 }
 
 fn is_token(byte: u8) -> bool {

@@ -115,14 +115,21 @@ async fn hypers(answer: &[u8], request: Request<Full<Bytes>>) -> (Result<Underst
         let answer = sender.send_request(request).await.map_err(|_| Refused::Head)?;
         let (head, body) = answer.into_parts();
         let body = body.collect().await.map_err(|_| Refused::Body)?;
-        Ok(Understood::new(&http::Response::from_parts(head, ()), body.to_bytes().to_vec()))
+        Ok(Understood::new(
+            &http::Response::from_parts(head, ()),
+            body.to_bytes().to_vec(),
+        ))
     };
     let (written, understood, _) = tokio::join!(peer, asking, connection);
     (understood, written)
 }
 
 fn asking(method: &Method) -> Request<Full<Bytes>> {
-    Request::builder().method(method).uri("/").body(Full::default()).unwrap()
+    Request::builder()
+        .method(method)
+        .uri("/")
+        .body(Full::default())
+        .unwrap()
 }
 
 fn run<T>(future: impl Future<Output = T>) -> T {
@@ -189,7 +196,11 @@ async fn what_two_readers_could_end_at_different_places_is_refused() {
         "HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
         "HTTP/1.1 101 Switching Protocols\r\nUpgrade: x\r\n\r\n",
     ] {
-        assert_eq!(in_one(answer.as_bytes(), &Method::POST), Err(Refused::Head), "{answer:?}");
+        assert_eq!(
+            in_one(answer.as_bytes(), &Method::POST),
+            Err(Refused::Head),
+            "{answer:?}"
+        );
     }
     let tunnel = b"HTTP/1.1 200 OK\r\n\r\n";
     assert_eq!(in_one(tunnel, &Method::CONNECT), Err(Refused::Head));
@@ -228,14 +239,20 @@ async fn a_request_is_written_as_another_writer_would() {
     lines.append("x-twice", HeaderValue::from_static("2"));
     lines.append("x-bytes", HeaderValue::from_bytes(b"\xe9\t ").unwrap());
     lines.append("x-empty", HeaderValue::from_static(""));
-    for (method, target) in [(Method::POST, "/a%2Eb;c?d=%2f&e"), (Method::PATCH, "/"), (Method::POST, "?q")] {
+    for (method, target) in [
+        (Method::POST, "/a%2Eb;c?d=%2f&e"),
+        (Method::PATCH, "/"),
+        (Method::POST, "?q"),
+    ] {
         let target: http::uri::PathAndQuery = target.parse().unwrap();
         let written = encode(&method, &target, &"host:8080".parse().unwrap(), &lines);
         let mut request = Request::new(Full::from("body"));
         *request.method_mut() = method;
         *request.uri_mut() = target.into();
         *request.headers_mut() = lines.clone();
-        request.headers_mut().insert("host", HeaderValue::from_static("host:8080"));
+        request
+            .headers_mut()
+            .insert("host", HeaderValue::from_static("host:8080"));
         let (_, hypers) = hypers(b"HTTP/1.1 204 No Content\r\n\r\n", request).await;
         let end = hypers.windows(4).position(|four| four == b"\r\n\r\n").unwrap() + 4;
         let sorted = |head: &[u8]| {
@@ -246,7 +263,9 @@ async fn a_request_is_written_as_another_writer_would() {
             (first, lines)
         };
         assert_eq!(sorted(&written), sorted(&hypers[..end]));
-        assert!(written.windows(7).position(|seven| seven == b"\r\nhost:") < written.windows(3).position(|x| x == b"\nx-"));
+        assert!(
+            written.windows(7).position(|seven| seven == b"\r\nhost:") < written.windows(3).position(|x| x == b"\nx-")
+        );
     }
     // One line, even if the lines at hand have one of their own.
     lines.append("host", HeaderValue::from_static("elsewhere"));
@@ -260,8 +279,14 @@ fn answers() -> impl Strategy<Value = Vec<u8>> {
     let pieces = prop::collection::vec(prop::collection::vec(any::<u8>(), 1..40), 0..5);
     let names = prop::collection::vec(("[a-zA-Z][a-z0-9_-]{0,8}", "[!-~]{0,3}[ -~\t]{0,10}"), 0..6);
     let interim = prop::collection::vec(prop::sample::select(vec![100, 102, 103]), 0..3);
-    (prop::sample::select(vec![200, 201, 204, 400, 500]), names, pieces, 0..4u8, interim).prop_map(
-        |(status, names, pieces, framing, interim)| {
+    (
+        prop::sample::select(vec![200, 201, 204, 400, 500]),
+        names,
+        pieces,
+        0..4u8,
+        interim,
+    )
+        .prop_map(|(status, names, pieces, framing, interim)| {
             let mut answer = String::new();
             for status in interim {
                 answer.push_str(&format!("HTTP/1.1 {status} Soon\r\nX-Soon: 1\r\n\r\n"));
@@ -289,12 +314,15 @@ fn answers() -> impl Strategy<Value = Vec<u8>> {
                         answer.extend(piece);
                         answer.extend_from_slice(b"\r\n");
                     }
-                    answer.extend_from_slice(if trailers == 2 { b"0\r\n\r\n" } else { b"0\r\nX-Sum: 1\r\n\r\n" });
+                    answer.extend_from_slice(if trailers == 2 {
+                        b"0\r\n\r\n"
+                    } else {
+                        b"0\r\nX-Sum: 1\r\n\r\n"
+                    });
                 }
             }
             answer
-        },
-    )
+        })
 }
 
 /// The bytes, cut at these places.

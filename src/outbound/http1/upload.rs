@@ -37,7 +37,11 @@ impl Upload {
         }
         let slices = [IoSlice::new(&self.head), IoSlice::new(&self.body)];
         // No empty one: to TLS, that is all there is to write.
-        let slices = if self.head.is_empty() { &slices[1..] } else { &slices[..] };
+        let slices = if self.head.is_empty() {
+            &slices[1..]
+        } else {
+            &slices[..]
+        };
         let taken = ready!(Pin::new(io).poll_write_vectored(cx, slices))?;
         if taken == 0 {
             return Poll::Ready(Err(io::ErrorKind::WriteZero.into()));

@@ -288,6 +288,8 @@ async fn nor_does_it_when_the_answer_has_begun() {
     let (go_on, told) = std::sync::mpsc::channel();
     let reading = std::thread::spawn(move || {
         let (mut stream, _) = listener.accept().unwrap();
+        // Not before it is asked.
+        std::io::Read::read_exact(&mut stream, &mut [0; 10]).unwrap();
         std::io::Write::write_all(&mut stream, b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n").unwrap();
         told.recv().unwrap();
         let mut taken = Vec::new();
