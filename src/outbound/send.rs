@@ -84,10 +84,18 @@ enum Source {
     Lane(Download),
 }
 
-/// A request that the peer has got something of.
+/// A request of which the peer has got something, and the place that it takes.
+struct Sent {
+    begun: Begun,
+    pool: Arc<Pool>,
+    place: OwnedSemaphorePermit,
+    idle: Duration,
+}
+
 enum Begun {
     One(Box<Http1>),
-    Lane(http::Response<()>, Download),
+    /// Its answer is there as well.
+    Lane(Box<(http::Response<()>, Download)>),
 }
 
 /// Nothing has left this process.
@@ -197,40 +205,58 @@ impl Ready {
 
     /// Sends the request, once. If the connection turns out to have been closed before it took the first byte, a fresh
     /// one is dialled; that is still the one send. Dropped, it closes the connection.
-    pub async fn send(self, request: Request) -> Result<Answer, Failure> {
-        let Self {
-            line,
-            pool,
-            place,
-            downstream,
-        } = self;
-        let outgoing = Outgoing::new(request, &downstream);
-        let begun = match outgoing.begin_on(line, &downstream).await {
+    pub fn send(self, request: Request) -> impl Future<Output = Result<Answer, Failure>> + Send {
+        // On the heap, and gone before the answer is waited for, together with the request: many wait at a time.
+        let begin = Box::pin(self.begin(request));
+        async move { begin.await?.answer().await }
+    }
+
+    async fn begin(self, request: Request) -> Result<Sent, Failure> {
+        let outgoing = Outgoing::new(request, &self.downstream);
+        let begun = match outgoing.begin_on(self.line, &self.downstream).await {
             // Not from the pool: what waits there may be as old.
-            Err(Broken::Untouched(_)) => outgoing.begin_on(Box::pin(pool.dial()).await?, &downstream).await,
+            Err(Broken::Untouched(_)) => outgoing.begin_on(self.pool.dial().await?, &self.downstream).await,
             begun => begun,
         };
-        let idle = downstream.limits.idle;
-        // It is on its way, and not kept while its answer is waited for.
-        drop((outgoing, downstream));
-        let sent = match begun {
-            Ok(begun) => begun.answer().await,
-            Err(broken) => Err(broken),
+        Ok(Sent {
+            begun: begun?,
+            pool: self.pool,
+            place: self.place,
+            idle: self.downstream.limits.idle,
+        })
+    }
+}
+
+impl Sent {
+    async fn answer(self) -> Result<Answer, Failure> {
+        let (head, from) = match self.begun {
+            Begun::One(mut connection) => (connection.answer().await?, Source::One(connection)),
+            Begun::Lane(answered) => (answered.0, Source::Lane(answered.1)),
         };
-        match sent {
-            // The parser takes any three digits; no receipt could have it, and no caller could tell what it means.
-            Ok((head, _)) if head.status().as_u16() > HIGHEST_STATUS => {
-                let cause = format!("its status, {}, is none of HTTP's", head.status().as_u16());
-                Err(Unknown::new("head", cause).into())
-            }
-            Ok((head, from)) => Ok(Answer {
-                status: head.status(),
-                headers: headers::end_to_end(head.headers()),
-                body: AnswerBody::new(Reading { from, pool, place }, idle),
-            }),
-            Err(Broken::Untouched(cause)) => Err(NotSent::new("closed", cause).into()),
-            Err(Broken::Refused { stage, cause }) => Err(NotSent::new(stage, cause).into()),
-            Err(Broken::Unknown(unknown)) => Err(unknown.into()),
+        // The parser takes any three digits; no receipt could have it, and no caller could tell what it means.
+        if head.status().as_u16() > HIGHEST_STATUS {
+            let cause = format!("its status, {}, is none of HTTP's", head.status().as_u16());
+            return Err(Unknown::new("head", cause).into());
+        }
+        let reading = Reading {
+            from,
+            pool: self.pool,
+            place: self.place,
+        };
+        Ok(Answer {
+            status: head.status(),
+            headers: headers::end_to_end(head.headers()),
+            body: AnswerBody::new(reading, self.idle),
+        })
+    }
+}
+
+impl From<Broken> for Failure {
+    fn from(broken: Broken) -> Self {
+        match broken {
+            Broken::Untouched(cause) => NotSent::new("closed", cause).into(),
+            Broken::Refused { stage, cause } => NotSent::new(stage, cause).into(),
+            Broken::Unknown(unknown) => unknown.into(),
         }
     }
 }
@@ -261,10 +287,10 @@ impl Outgoing {
                     .await?;
                 Ok(Begun::One(connection))
             }
-            // Only with the answer is it certain that the peer has looked at it. On the heap, for others do not wait here.
+            // Up to its answer it may turn out that the peer has not looked at it.
             Line::Lane(lane) => {
-                let sent = Box::pin(lane.send(self.http2(downstream), body, &downstream.limits)).await;
-                sent.map(|(head, download)| Begun::Lane(head, download))
+                let sent = lane.send(self.http2(downstream), body, &downstream.limits).await;
+                sent.map(|answered| Begun::Lane(Box::new(answered)))
             }
         }
     }
@@ -292,18 +318,6 @@ impl Outgoing {
         *request.headers_mut() = self.0.headers.clone();
         request.headers_mut().remove(HOST);
         request
-    }
-}
-
-impl Begun {
-    async fn answer(self) -> Result<(http::Response<()>, Source), Broken> {
-        match self {
-            Self::One(mut connection) => {
-                let head = connection.answer().await?;
-                Ok((head, Source::One(connection)))
-            }
-            Self::Lane(head, download) => Ok((head, Source::Lane(download))),
-        }
     }
 }
 
@@ -379,5 +393,20 @@ impl Source {
             Self::One(_) => {}
             Self::Lane(download) => download.spend(),
         }
+    }
+}
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Of what a function returns.
+    fn size<A, B, R>(_: impl Fn(A, B) -> R) -> usize {
+        size_of::<R>()
+    }
+
+    #[test]
+    fn waiting_for_an_answer_takes_little() {
+        let sizes = [size(Ready::send), size_of::<Http1>()];
+        assert!(sizes.iter().all(|size| *size <= 512), "{sizes:?}");
     }
 }

@@ -134,7 +134,6 @@ fn asking(method: &Method) -> Request<Full<Bytes>> {
 
 fn run<T>(future: impl Future<Output = T>) -> T {
     let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
-    #[expect(clippy::disallowed_methods, reason = "no runtime runs this thread")]
     runtime.block_on(future)
 }
 
