@@ -183,6 +183,7 @@ async fn a_peer_may_begin_its_answer_and_then_want_the_rest_of_the_request() {
         other => panic!("{other:?}"),
     }
     // Where a request and its answer cross, nobody can be sure what comes next on the connection.
+    assert!(!outbound.has_idle(&downstream));
     super::until("the connection is closed", || server.gone() == 1).await;
 }
 
