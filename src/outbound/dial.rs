@@ -88,10 +88,7 @@ impl Dialler {
         deadline: Instant,
     ) -> Result<Connection, NotSent> {
         if !http2 {
-            let connection = Http1::new(stream, meter)
-                .await
-                .map_err(|error| NotSent::new("connect", chain(&error)))?;
-            return Ok(Connection::One(Box::new(connection)));
+            return Ok(Connection::One(Box::new(Http1::new(stream, meter))));
         }
         let handshake = Http2::new(stream, meter, &self.tasks);
         let connection = self.within(deadline, "connect", handshake).await?;

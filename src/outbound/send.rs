@@ -12,10 +12,7 @@ use std::time::Duration;
 use bytes::Bytes;
 use http::header::{CONTENT_LENGTH, HOST};
 use http::uri::PathAndQuery;
-use http::{HeaderMap, HeaderValue, Method, StatusCode, Uri};
-use http_body::Body;
-use http_body_util::Full;
-use hyper::body::Incoming;
+use http::{HeaderMap, Method, StatusCode, Uri};
 use tokio::sync::OwnedSemaphorePermit;
 use tokio::time::timeout;
 use tokio_util::sync::CancellationToken;
@@ -23,7 +20,7 @@ use tokio_util::task::TaskTracker;
 
 use super::downstream::Downstream;
 use super::headers;
-use super::http1::Http1;
+use super::http1::{self, Http1};
 use super::http2::Download;
 use super::pool::{Line, Pool};
 
@@ -86,8 +83,22 @@ struct Reading {
 }
 
 enum Source {
-    One { connection: Box<Http1>, body: Incoming },
+    One(Box<Http1>),
     Lane(Download),
+}
+
+/// A request of which the peer has got something, and the place that it takes.
+struct Sent {
+    begun: Begun,
+    pool: Arc<Pool>,
+    place: OwnedSemaphorePermit,
+    idle: Duration,
+}
+
+enum Begun {
+    One(Box<Http1>),
+    /// Its answer is there as well.
+    Lane(Box<(http::Response<()>, Download)>),
 }
 
 /// Nothing has left this process.
@@ -210,33 +221,58 @@ impl Ready {
 
     /// Sends the request, once. If the connection turns out to have been closed before it took the first byte, a fresh
     /// one is dialled; that is still the one send. Dropped, it closes the connection.
-    pub async fn send(self, request: Request) -> Result<Answer, Failure> {
-        let Self {
-            line,
-            pool,
-            place,
-            downstream,
-        } = self;
-        let outgoing = Outgoing::new(request, &downstream);
-        let sent = match outgoing.send_on(line, &downstream).await {
+    pub fn send(self, request: Request) -> impl Future<Output = Result<Answer, Failure>> + Send {
+        // On the heap, and gone before the answer is waited for, together with the request: many wait at a time.
+        let begin = Box::pin(self.begin(request));
+        async move { begin.await?.answer().await }
+    }
+
+    async fn begin(self, request: Request) -> Result<Sent, Failure> {
+        let outgoing = Outgoing::new(request, &self.downstream);
+        let begun = match outgoing.begin_on(self.line, &self.downstream).await {
             // Not from the pool: what waits there may be as old.
-            Err(Broken::Untouched(_)) => outgoing.send_on(Box::pin(pool.dial()).await?, &downstream).await,
-            sent => sent,
+            Err(Broken::Untouched(_)) => outgoing.begin_on(self.pool.dial().await?, &self.downstream).await,
+            begun => begun,
         };
-        match sent {
-            // The parser takes any three digits; no receipt could have it, and no caller could tell what it means.
-            Ok((head, _)) if head.status().as_u16() > HIGHEST_STATUS => {
-                let cause = format!("its status, {}, is none of HTTP's", head.status().as_u16());
-                Err(Unknown::new("head", cause).into())
-            }
-            Ok((head, from)) => Ok(Answer {
-                status: head.status(),
-                headers: headers::end_to_end(head.headers()),
-                body: AnswerBody::new(Reading { from, pool, place }, downstream.limits.idle),
-            }),
-            Err(Broken::Untouched(cause)) => Err(NotSent::new("closed", cause).into()),
-            Err(Broken::Refused { stage, cause }) => Err(NotSent::new(stage, cause).into()),
-            Err(Broken::Unknown(unknown)) => Err(unknown.into()),
+        Ok(Sent {
+            begun: begun?,
+            pool: self.pool,
+            place: self.place,
+            idle: self.downstream.limits.idle,
+        })
+    }
+}
+
+impl Sent {
+    async fn answer(self) -> Result<Answer, Failure> {
+        let (head, from) = match self.begun {
+            Begun::One(mut connection) => (connection.answer().await?, Source::One(connection)),
+            Begun::Lane(answered) => (answered.0, Source::Lane(answered.1)),
+        };
+        // The parser takes any three digits; no receipt could have it, and no caller could tell what it means.
+        if head.status().as_u16() > HIGHEST_STATUS {
+            let cause = format!("its status, {}, is none of HTTP's", head.status().as_u16());
+            return Err(Unknown::new("head", cause).into());
+        }
+        let reading = Reading {
+            from,
+            pool: self.pool,
+            place: self.place,
+        };
+        Ok(Answer {
+            status: head.status(),
+            headers: headers::end_to_end(head.headers()),
+            body: AnswerBody::new(reading, self.idle),
+        })
+    }
+}
+
+impl From<Broken> for Failure {
+    fn from(broken: Broken) -> Self {
+        match broken {
+            Broken::Untouched(cause) => NotSent::new("closed", cause).into(),
+            Broken::Refused { stage, cause } => NotSent::new(stage, cause).into(),
+            Broken::Unknown(unknown) => unknown.into(),
         }
     }
 }
@@ -257,31 +293,32 @@ impl Outgoing {
         Self(request)
     }
 
-    async fn send_on(&self, line: Line, downstream: &Downstream) -> Result<(http::Response<()>, Source), Broken> {
+    async fn begin_on(&self, line: Line, downstream: &Downstream) -> Result<Begun, Broken> {
+        let body = self.0.body.clone();
         match line {
             Line::One(mut connection) => {
-                let answer = connection.send(self.http1(downstream), &downstream.limits).await?;
-                let (head, body) = answer.into_parts();
-                Ok((http::Response::from_parts(head, ()), Source::One { connection, body }))
+                let method = self.0.method.clone();
+                connection
+                    .begin(method, self.http1(downstream), body, &downstream.limits)
+                    .await?;
+                Ok(Begun::One(connection))
             }
+            // Up to its answer it may turn out that the peer has not looked at it.
             Line::Lane(lane) => {
-                let body = self.0.body.clone();
-                let (head, download) = lane.send(self.http2(downstream), body, &downstream.limits).await?;
-                Ok((head, Source::Lane(download)))
+                let sent = lane.send(self.http2(downstream), body, &downstream.limits).await;
+                sent.map(|answered| Begun::Lane(Box::new(answered)))
             }
         }
     }
 
-    fn http1(&self, downstream: &Downstream) -> http::Request<Full<Bytes>> {
-        let mut request = http::Request::new(Full::new(self.0.body.clone()));
-        *request.method_mut() = self.0.method.clone();
-        *request.uri_mut() = Uri::from(self.0.path_and_query.clone());
-        *request.headers_mut() = self.0.headers.clone();
-        // An authority is text that a header line takes.
-        if let Ok(host) = HeaderValue::from_str(downstream.base.authority.as_str()) {
-            request.headers_mut().insert(HOST, host);
-        }
-        request
+    fn http1(&self, downstream: &Downstream) -> Bytes {
+        let request = &self.0;
+        http1::encode(
+            &request.method,
+            &request.path_and_query,
+            &downstream.base.authority,
+            &request.headers,
+        )
     }
 
     fn http2(&self, downstream: &Downstream) -> http::Request<()> {
@@ -344,8 +381,7 @@ impl AnswerBody {
             return;
         };
         let Reading { from, pool, place } = reading;
-        if let Source::One { connection, body } = from {
-            drop(body);
+        if let Source::One(connection) = from {
             pool.give_back(connection);
         }
         drop(place);
@@ -355,14 +391,14 @@ impl AnswerBody {
 impl Source {
     fn is_end(&self) -> bool {
         match self {
-            Self::One { body, .. } => body.is_end_stream(),
+            Self::One(connection) => connection.is_end(),
             Self::Lane(download) => download.is_end(),
         }
     }
 
     fn poll(&mut self, cx: &mut Context<'_>) -> Poll<Option<Result<Bytes, Unknown>>> {
         match self {
-            Self::One { connection, body } => connection.poll_body(body, cx),
+            Self::One(connection) => connection.poll_body(cx),
             Self::Lane(download) => download.poll(cx),
         }
     }
@@ -370,8 +406,23 @@ impl Source {
     /// A connection of its own is closed with the answer; a shared one is not used for anything new.
     fn give_up(&self) {
         match self {
-            Self::One { .. } => {}
+            Self::One(_) => {}
             Self::Lane(download) => download.spend(),
         }
+    }
+}
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Of what a function returns.
+    fn size<A, B, R>(_: impl Fn(A, B) -> R) -> usize {
+        size_of::<R>()
+    }
+
+    #[test]
+    fn waiting_for_an_answer_takes_little() {
+        let sizes = [size(Ready::send), size_of::<Http1>()];
+        assert!(sizes.iter().all(|size| *size <= 512), "{sizes:?}");
     }
 }

@@ -9,7 +9,7 @@ use http::{HeaderValue, Method};
 use opledger::outbound::send::Outbound;
 
 use super::server::{Peer, Server};
-use super::{SHORT, attempt, downstream, post, request, until};
+use super::{Ended, SHORT, attempt, downstream, post, request, until};
 
 const OK: &str = "HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok";
 
@@ -55,6 +55,34 @@ async fn a_connection_that_may_carry_more_than_its_answer_is_not_used_again() {
     let (outbound, downstream) = (Outbound::default(), Arc::new(downstream(&server.url())));
     for _ in 0..2 {
         attempt(&outbound, &downstream, request(Method::HEAD, "/x", "")).await;
+    }
+    assert_eq!(server.connections(), 2);
+}
+
+#[tokio::test]
+async fn what_a_peer_says_unasked_is_no_answer_to_the_next_request() {
+    let (tell, told) = tokio::sync::watch::channel(false);
+    let (said, mut heard) = tokio::sync::mpsc::channel(1);
+    let server = Server::start(move |mut peer: Peer| {
+        let (mut told, said) = (told.clone(), said.clone());
+        async move {
+            peer.request().await.unwrap();
+            peer.say(OK).await;
+            told.wait_for(|speak| *speak).await.unwrap();
+            peer.say("HTTP/1.1 200 OK\r\nContent-Length: 6\r\n\r\nforged").await;
+            said.send(()).await.unwrap();
+            peer.hold().await;
+        }
+    })
+    .await;
+    let (outbound, downstream) = (Outbound::default(), Arc::new(downstream(&server.url())));
+    attempt(&outbound, &downstream, post()).await;
+    assert!(outbound.has_idle(&downstream));
+    tell.send(true).unwrap();
+    heard.recv().await.unwrap();
+    match attempt(&outbound, &downstream, post()).await {
+        Ended::Answered { body, .. } => assert_eq!(body, b"ok"),
+        other => panic!("{other:?}"),
     }
     assert_eq!(server.connections(), 2);
 }

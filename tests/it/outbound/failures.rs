@@ -79,6 +79,7 @@ async fn what_ends_before_the_answer_is_complete_is_unknown() {
         "x".repeat(70 << 10)
     );
     let crowd = format!("HTTP/1.1 200 OK\r\n{}Content-Length: 0\r\n\r\n", "X: y\r\n".repeat(300));
+    let interim = "HTTP/1.1 102 Processing\r\n\r\n".repeat(1_000) + "HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n";
     let cases: Vec<(&str, &str)> = vec![
         ("", "unknown head"),
         ("H", "unknown head"),
@@ -102,7 +103,32 @@ async fn what_ends_before_the_answer_is_complete_is_unknown() {
             "HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nxyz\r\n",
             "unknown body",
         ),
+        (
+            "HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n1_0\r\n0123456789abcdef\r\n0\r\n\r\n",
+            "unknown body",
+        ),
+        (
+            "HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n+1\r\nx\r\n0\r\n\r\n",
+            "unknown body",
+        ),
+        (
+            "HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n10000000000000001\r\nx\r\n0\r\n\r\n",
+            "unknown body",
+        ),
+        (
+            "HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n1\r\nxy\r\n0\r\n\r\n",
+            "unknown body",
+        ),
+        (
+            "HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n1\nx\n0\n\n",
+            "unknown body",
+        ),
+        (
+            "HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n1\r\nx\r\n0\r\nHTTP/1.1 200 OK\r\n\r\n",
+            "unknown body",
+        ),
         ("HTTP/1.1 100 Continue\r\n\r\n", "unknown head"),
+        (&interim, "unknown head"),
         (&oversize, "unknown head"),
         (&crowd, "unknown head"),
         ("rubbish\r\n\r\n", "unknown head"),
@@ -137,6 +163,11 @@ async fn what_ends_before_the_answer_is_complete_is_unknown() {
         ("HTTP/1.1 200 OK\r\nContent-Length: 2, 2\r\n\r\nab", "unknown head"),
         ("HTTP/1.1 200 OK\r\nContent-Length: -1\r\n\r\n", "unknown head"),
         ("HTTP/1.1 200 OK\r\nContent-Length: +1\r\n\r\na", "unknown head"),
+        ("HTTP/1.1 200 OK\r\nContent-Length:\r\n\r\n", "unknown head"),
+        (
+            "HTTP/1.1 200 OK\r\nContent-Length: 18446744073709551617\r\n\r\na",
+            "unknown head",
+        ),
         ("HTTP/1.1 200 OK\r\nTransfer-Encoding: gzip\r\n\r\nx", "unknown head"),
         (
             "HTTP/1.1 200 OK\r\nTransfer-Encoding: gzip, chunked\r\n\r\n0\r\n\r\n",
@@ -244,6 +275,37 @@ async fn a_process_that_stands_still_past_the_deadline_does_not_end_its_request_
     // The whole runtime: this is what a frozen process does.
     std::thread::sleep(SHORT * 2);
     assert_eq!(sending.await.unwrap().name(), "unknown head");
+    let taken = reading.join().unwrap();
+    assert!(taken > 0 && taken < WHOLE, "{taken} bytes were taken");
+}
+
+#[tokio::test]
+async fn nor_does_it_when_the_answer_has_begun() {
+    const WHOLE: usize = 6 << 20;
+    let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let mut peer = downstream(&format!("http://{}", listener.local_addr().unwrap()));
+    peer.limits.idle = SHORT;
+    let (go_on, told) = std::sync::mpsc::channel();
+    let reading = std::thread::spawn(move || {
+        let (mut stream, _) = listener.accept().unwrap();
+        // Not before it is asked.
+        std::io::Read::read_exact(&mut stream, &mut [0; 10]).unwrap();
+        std::io::Write::write_all(&mut stream, b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n").unwrap();
+        told.recv().unwrap();
+        let mut taken = Vec::new();
+        // However it ends.
+        let _ = std::io::Read::read_to_end(&mut stream, &mut taken);
+        taken.len()
+    });
+    let body = vec![b'x'; WHOLE];
+    let sending =
+        tokio::spawn(
+            async move { attempt(&Outbound::default(), &Arc::new(peer), request(Method::POST, "/", body)).await },
+        );
+    tokio::time::sleep(SHORT / 2).await;
+    go_on.send(()).unwrap();
+    std::thread::sleep(SHORT * 2);
+    assert_eq!(sending.await.unwrap().name(), "unknown body");
     let taken = reading.join().unwrap();
     assert!(taken > 0 && taken < WHOLE, "{taken} bytes were taken");
 }

@@ -118,10 +118,7 @@ impl Peer {
     /// The next whole request; `None` when the other side lets go.
     pub async fn request(&mut self) -> Option<Received> {
         let (head, length) = self.head().await?;
-        while self.buffer.len() < length {
-            self.more().await?;
-        }
-        let body = self.buffer.drain(..length).collect();
+        let body = self.body(length).await?;
         let received = Received { head, body };
         self.seen.requests.lock().unwrap().push(received.clone());
         Some(received)
@@ -142,6 +139,14 @@ impl Peer {
             }
             self.more().await?;
         }
+    }
+
+    /// The body of the request whose head was read last.
+    pub async fn body(&mut self, length: usize) -> Option<Vec<u8>> {
+        while self.buffer.len() < length {
+            self.more().await?;
+        }
+        Some(self.buffer.drain(..length).collect())
     }
 
     async fn more(&mut self) -> Option<()> {

@@ -17,7 +17,7 @@ use tokio_rustls::rustls::version::{TLS12, TLS13};
 use tokio_rustls::rustls::{RootCertStore, ServerConfig, SupportedProtocolVersion};
 
 use super::server::Server;
-use super::{attempt, downstream, post};
+use super::{Ended, SHORT, attempt, downstream, post};
 
 /// An authority that both sides may be told to trust.
 pub struct Authority(CertifiedIssuer<'static, KeyPair>);
@@ -208,5 +208,47 @@ async fn an_answer_without_length_is_complete_only_when_tls_ends_in_order() {
         };
         let ended = attempt(&Outbound::default(), &secure(address, tls), post()).await;
         assert_eq!(ended.name(), expected, "{ended:?}");
+    }
+}
+
+#[tokio::test]
+async fn what_a_peer_says_unasked_within_tls_is_no_answer_either() {
+    let authority = Authority::new();
+    let acceptor = TlsAcceptor::from(Arc::new(settings(&authority.issue("localhost"), None, &TLS13)));
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let address = listener.local_addr().unwrap();
+    let (speak, told) = tokio::sync::watch::channel(false);
+    let (said, mut heard) = tokio::sync::mpsc::channel(1);
+    tokio::spawn(async move {
+        loop {
+            let (stream, _) = listener.accept().await.unwrap();
+            let (acceptor, mut told, said) = (acceptor.clone(), told.clone(), said.clone());
+            tokio::spawn(async move {
+                let mut stream = acceptor.accept(stream).await.unwrap();
+                let _ = stream.read(&mut [0; 4_096]).await.unwrap();
+                stream.write_all(OK.as_bytes()).await.unwrap();
+                told.wait_for(|speak| *speak).await.unwrap();
+                stream.write_all(b"H").await.unwrap();
+                said.send(()).await.unwrap();
+                let _ = stream.read(&mut [0; 4_096]).await;
+            });
+        }
+    });
+    let tls = Tls {
+        authorities: Some(authority.pem()),
+        ..Tls::default()
+    };
+    let (outbound, downstream) = (Outbound::default(), secure(address, tls));
+    assert_eq!(attempt(&outbound, &downstream, post()).await.name(), "answered 200");
+    assert!(outbound.has_idle(&downstream));
+    speak.send(true).unwrap();
+    heard.recv().await.unwrap();
+    // Until the runtime has heard of it, too.
+    tokio::time::sleep(SHORT / 10).await;
+    // Asked twice: what was said is taken in by the first look, and not forgotten by the second.
+    assert!(!outbound.has_idle(&downstream) && !outbound.has_idle(&downstream));
+    match attempt(&outbound, &downstream, post()).await {
+        Ended::Answered { body, .. } => assert_eq!(body, b"ok"),
+        other => panic!("{other:?}"),
     }
 }
