@@ -144,7 +144,14 @@ impl Http1 {
             idle: limits.idle,
         };
         let before = self.meter.written();
-        self.within(|this, cx| this.poll_begin(before, cx)).await
+        match self.within(|this, cx| this.poll_begin(before, cx)).await {
+            // Nothing has left; and now that it is too late for it, nothing shall.
+            Err(Broken::Unknown(late)) if self.meter.written() == before => Err(Broken::Refused {
+                stage: "late",
+                cause: late.cause,
+            }),
+            begun => begun,
+        }
     }
 
     /// Writes the rest of the request, and reads the head of its answer.
