@@ -1,7 +1,7 @@
 //! One process: what it is made of, how it starts, and how it stops.
 
 use std::net::SocketAddr;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::RwLock;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -21,7 +21,7 @@ use crate::engine::intake::Intake;
 use crate::engine::perform::{self, Declared, Perform};
 use crate::engine::recovery::{self, Heartbeat};
 use crate::engine::replays::Replays;
-use crate::http::{self, App};
+use crate::http::{self, App, spool};
 use crate::ledger::kind::{self, Kinds};
 use crate::postgres::error::Error as DatabaseError;
 use crate::postgres::migrate;
@@ -51,6 +51,8 @@ pub enum StartError {
     NoNamedStatements,
     #[error("the configuration names handlers that cannot be called:\n{}", faults.join("\n"))]
     Handlers { faults: Vec<String> },
+    #[error(transparent)]
+    Spool(#[from] spool::Error),
     #[error("cannot listen on {address}; is another process using it?")]
     Listen {
         address: SocketAddr,
@@ -94,6 +96,7 @@ pub async fn start(start: Start) -> Result<Running, StartError> {
     if !faults.is_empty() {
         return Err(StartError::Handlers { faults });
     }
+    check_spool(&start.config, &file.limits.spool_dir)?;
     let listener = TcpListener::bind(start.listen)
         .await
         .map_err(|source| StartError::Listen {
@@ -146,6 +149,14 @@ pub async fn handler_faults(pool: &Pool, kinds: &Kinds) -> Result<Vec<String>, D
     }
     session.finish().await?;
     Ok(faults)
+}
+
+/// Whether large bodies could be kept in this directory, if there is anything they could be sent to.
+pub fn check_spool(config: &Config, directory: &Path) -> Result<(), spool::Error> {
+    match config.downstreams.iter().next() {
+        Some(_) => spool::check(directory),
+        None => Ok(()),
+    }
 }
 
 fn assemble(pool: Pool, config: Config) -> Arc<App> {
@@ -259,7 +270,7 @@ fn run(app: Arc<App>, listener: TcpListener, address: SocketAddr, config_path: O
     let server = heart.spawn(http::server::serve(
         listener,
         http::router(app.clone()),
-        app.limits,
+        app.limits.clone(),
         TaskTracker::new(),
         stop_serving.clone(),
     ));
@@ -296,6 +307,7 @@ impl Running {
         if !faults.is_empty() {
             return Err(ReloadError::Handlers { faults });
         }
+        check_spool(&config, &self.app.limits.spool_dir)?;
         let count = config.kinds.iter().count();
         self.app.intake.replace_kinds(config.kinds);
         let declared = Declared::new(config.downstreams, config.downstream_kinds);
@@ -340,6 +352,8 @@ impl Running {
 pub enum ReloadError {
     #[error(transparent)]
     Config(#[from] config::Error),
+    #[error(transparent)]
+    Spool(#[from] spool::Error),
     #[error(transparent)]
     Database(#[from] DatabaseError),
     #[error("the configuration names handlers that cannot be called:\n{}", faults.join("\n"))]

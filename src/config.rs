@@ -150,7 +150,7 @@ pub struct File {
 }
 
 /// `[limits]`: what a request may take.
-#[derive(Debug, Clone, Copy, Deserialize)]
+#[derive(Debug, Clone, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct Limits {
     /// Longest request body, in bytes.
@@ -181,6 +181,8 @@ pub struct Limits {
     pub drain: Duration,
     /// Memory for receipts of late, in bytes; 0 turns the cache off.
     pub replay_cache_bytes: u64,
+    /// Where large bodies of proxied requests are kept while they are under way.
+    pub spool_dir: PathBuf,
 }
 
 impl Default for Limits {
@@ -198,6 +200,7 @@ impl Default for Limits {
             duplicate_wait: Duration::from_secs(5),
             drain: Duration::from_secs(30),
             replay_cache_bytes: 20 << 20,
+            spool_dir: temporary_directory(),
         }
     }
 }
@@ -318,7 +321,7 @@ pub struct Config {
 /// Reads the file and everything it names.
 pub fn load(path: &Path) -> Result<Config, Error> {
     let text = read(path)?;
-    let file: File = toml::from_str(&text).map_err(|source| Error::Parse {
+    let mut file: File = toml::from_str(&text).map_err(|source| Error::Parse {
         path: path.to_owned(),
         source: Box::new(source),
     })?;
@@ -328,6 +331,7 @@ pub fn load(path: &Path) -> Result<Config, Error> {
     };
     file.check().map_err(invalid)?;
     let folder = path.parent().unwrap_or(Path::new("."));
+    file.limits.spool_dir = folder.join(&file.limits.spool_dir);
     let downstreams = downstreams::read(&file.downstreams, folder).map_err(|problem| problem.at(path))?;
     let (kinds, downstream_kinds) = kinds::read(&file, folder, &downstreams).map_err(|problem| problem.at(path))?;
     Ok(Config {

@@ -1,6 +1,7 @@
 //! The edge: the route table, and what every request passes through.
 
 pub mod answer;
+pub mod body;
 pub mod decisions;
 pub mod extract;
 pub mod health;
@@ -11,6 +12,7 @@ pub mod problem;
 pub mod proxy;
 pub mod query;
 pub mod server;
+pub mod spool;
 pub mod wire;
 
 use std::any::Any;

@@ -60,6 +60,7 @@ pub async fn run(args: Args) -> anyhow::Result<ExitCode> {
         );
         return Ok(ExitCode::SUCCESS);
     }
+    app::check_spool(&config, &config.file.limits.spool_dir)?;
     let pool = Pool::open(&config.file.database.options(args.database.url()?)).await?;
     let faults = app::handler_faults(&pool, &config.kinds).await?;
     for fault in &faults {

@@ -68,7 +68,7 @@ pub async fn run(args: Args) -> anyhow::Result<ExitCode> {
         Err(error) => findings.fail("database", chain(&error), "give the address that the service is given"),
     }
     if let Some(config) = &config {
-        downstreams::examine(&config.downstreams, &mut findings).await;
+        downstreams::examine(&config.downstreams, &config.file.limits.spool_dir, &mut findings).await;
     }
     if args.json {
         output::print_document(&findings)?

@@ -98,6 +98,10 @@ impl Queued for Member {
     fn tenant(&self) -> &Tenant {
         &self.submission.tenant
     }
+
+    fn bytes(&self) -> usize {
+        self.submission.payload.len() + self.submission.canonical.len()
+    }
 }
 
 /// The workers' shared state.

@@ -375,11 +375,12 @@ impl Perform {
     /// can arrive any more.
     async fn disown(&self, forward: &Forward, fence: Fence, place: Place<'_>) {
         let (tenant, id) = (&forward.tenant, &forward.id);
+        let limits = LIMITS.with_time_for(forward.request.body.len());
         let mut pause = Pause::default();
         let may_arrive = loop {
             pause.wait().await;
             let looked = self
-                .write(async |session| {
+                .write_within(limits, async |session| {
                     // A commit that is under way shows its row to nobody, but whoever would insert the same one waits.
                     let was_free = forward::claim_all(session, tenant, self.instance, LIMITS.lock, &[forward]).await?;
                     forward::withdraw(session, tenant, id, fence).await?;
@@ -463,7 +464,15 @@ impl Perform {
         &self,
         statements: impl AsyncFnOnce(&mut Session) -> Result<T, DatabaseError>,
     ) -> Result<T, DatabaseError> {
-        let mut session = self.pool.transaction(LIMITS).await?;
+        self.write_within(LIMITS, statements).await
+    }
+
+    async fn write_within<T>(
+        &self,
+        limits: Limits,
+        statements: impl AsyncFnOnce(&mut Session) -> Result<T, DatabaseError>,
+    ) -> Result<T, DatabaseError> {
+        let mut session = self.pool.transaction(limits).await?;
         let value = statements(&mut session).await?;
         session.commit().await?;
         Ok(value)

@@ -20,9 +20,16 @@ use crate::ledger::tenant::Tenant;
 /// How long a group may keep the next one of its tenant waiting.
 const LONGEST_TURN: Duration = Duration::from_millis(100);
 
+/// Most bytes of a group with more than one member: all of them are in memory at once, in one message to PostgreSQL, and
+/// have one statement's time to be written.
+const HEAVIEST_GROUP: usize = 8 << 20;
+
 /// What may wait here.
 pub trait Queued {
     fn tenant(&self) -> &Tenant;
+
+    /// How large it is, as far as that differs: its bodies.
+    fn bytes(&self) -> usize;
 }
 
 /// A bounded queue that gives out groups of one tenant each.
@@ -111,8 +118,8 @@ impl<Member: Queued> Queue<Member> {
         self.line.lock().await
     }
 
-    /// Waits for work and takes up to `most` members of the tenant whose turn it is: whatever is there, at once.
-    /// `None` once the queue is closed and empty.
+    /// Waits for work and takes up to `most` members of the tenant whose turn it is: whatever is there, at once, as
+    /// long as it is not too much to be written together. `None` once the queue is closed and empty.
     pub async fn take(&self, most: usize) -> Option<(Vec<Member>, Turn<'_, Member>)> {
         loop {
             let arrived = self.arrived.notified();
@@ -220,7 +227,8 @@ impl<Member: Queued> Waiting<Member> {
         let place = self.turns.iter().position(free)?;
         let tenant = self.turns.remove(place)?;
         let members = self.members.get_mut(&tenant)?;
-        let group: Vec<Member> = members.drain(..most.min(members.len())).collect();
+        let count = together(members, most);
+        let group: Vec<Member> = members.drain(..count).collect();
         if members.is_empty() {
             self.members.remove(&tenant);
         } else {
@@ -237,6 +245,17 @@ impl<Member: Queued> Waiting<Member> {
         let ends = self.turns.iter().filter_map(|tenant| self.held.get(tenant));
         ends.map(|(_, until)| *until).min()
     }
+}
+
+/// How many of the first go into one group.
+fn together<Member: Queued>(members: &VecDeque<Member>, most: usize) -> usize {
+    let mut bytes = 0usize;
+    let fits = |member: &&Member| {
+        bytes = bytes.saturating_add(member.bytes());
+        bytes <= HEAVIEST_GROUP
+    };
+    // What is too heavy for any group goes alone.
+    members.iter().take(most).take_while(fits).count().max(1)
 }
 
 #[cfg(test)]
@@ -263,6 +282,29 @@ mod tests {
         assert_eq!(ids(queue.take(2).await), ["4"]);
         assert_eq!(ids(queue.take(2).await), ["3"]);
         assert!(queue.is_empty());
+    }
+
+    #[tokio::test]
+    async fn what_is_heavy_together_goes_apart_and_keeps_its_order() {
+        struct Weight(Tenant, usize);
+        impl Queued for Weight {
+            fn tenant(&self) -> &Tenant {
+                &self.0
+            }
+
+            fn bytes(&self) -> usize {
+                self.1
+            }
+        }
+        let queue = Queue::new(10);
+        let half = HEAVIEST_GROUP / 2;
+        for bytes in [half, half, 1, 10 * HEAVIEST_GROUP, 0, 1] {
+            assert!(queue.push(Weight("a".parse().unwrap(), bytes)).is_ok());
+        }
+        for expected in [vec![half, half], vec![1], vec![10 * HEAVIEST_GROUP], vec![0, 1]] {
+            let (group, _turn) = queue.take(64).await.unwrap();
+            assert_eq!(group.iter().map(Queued::bytes).collect::<Vec<_>>(), expected);
+        }
     }
 
     #[tokio::test]

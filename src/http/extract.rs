@@ -1,18 +1,17 @@
-//! What handlers take from a request: the caller, the key, preferences, and a bounded body.
+//! What handlers take from a request: the caller, the key, preferences, and a body of the right type.
 
 use std::convert::Infallible;
 use std::time::Duration;
 
 use axum::extract::{FromRequestParts, Path};
 use base64::Engine as _;
-use bytes::{Bytes, BytesMut};
-use http::header::{AUTHORIZATION, CONTENT_ENCODING, CONTENT_LENGTH, CONTENT_TYPE};
+use bytes::Bytes;
+use http::header::{AUTHORIZATION, CONTENT_ENCODING, CONTENT_TYPE};
 use http::request::Parts;
 use http::{HeaderMap, HeaderName};
-use http_body_util::BodyExt;
-use tokio::time::Instant;
 
 use super::App;
+use super::body;
 use super::problem::{Code, Problem};
 use crate::engine::intake::Preference;
 use crate::ledger::key::{Caller, Role, Secret};
@@ -23,9 +22,6 @@ const PREFER: HeaderName = HeaderName::from_static("prefer");
 
 /// Longest `Prefer: wait`.
 const LONGEST_WAIT: u64 = 60;
-
-/// How much of a body that is too large is read and thrown away, so that its sender gets to read the answer.
-const DRAINED_BODIES: usize = 8;
 
 /// The caller, if its key is good and its role one of these.
 pub async fn caller(app: &App, headers: &HeaderMap, roles: &[Role]) -> Result<Caller, Problem> {
@@ -142,15 +138,12 @@ pub fn preference(headers: &HeaderMap) -> Preference {
 /// A JSON body within the limits of size and time.
 pub async fn json_body(app: &App, headers: &HeaderMap, body: axum::body::Body) -> Result<Bytes, Problem> {
     check_media_type(headers)?;
-    self::body(app, headers, body, app.limits.max_body_bytes).await
+    body::in_memory(app, body, app.limits.max_body_bytes).await
 }
 
 /// A request that takes no body has none.
-pub async fn no_body(app: &App, headers: &HeaderMap, body: axum::body::Body) -> Result<(), Problem> {
-    if self::body(app, headers, body, app.limits.max_body_bytes)
-        .await?
-        .is_empty()
-    {
+pub async fn no_body(app: &App, body: axum::body::Body) -> Result<(), Problem> {
+    if body::in_memory(app, body, app.limits.max_body_bytes).await?.is_empty() {
         Ok(())
     } else {
         Err(Problem::member("", "this request takes no body; send it without one"))
@@ -184,58 +177,6 @@ fn check_media_type(headers: &HeaderMap) -> Result<(), Problem> {
         return wrong("send the body in UTF-8");
     }
     Ok(())
-}
-
-/// A body of any type within these many bytes and the limit of time.
-pub async fn body(app: &App, headers: &HeaderMap, mut body: axum::body::Body, limit: usize) -> Result<Bytes, Problem> {
-    let declared = headers
-        .get(CONTENT_LENGTH)
-        .and_then(|length| length.to_str().ok()?.parse::<u64>().ok());
-    let deadline = Instant::now() + app.limits.body_timeout;
-    let mut collected = BytesMut::with_capacity(usize::try_from(declared.unwrap_or(0)).unwrap_or(limit).min(limit));
-    let mut received = 0usize;
-    loop {
-        let frame = match tokio::time::timeout_at(deadline, body.frame()).await {
-            Err(_) if received > limit => return Err(too_large(limit)),
-            Err(_) => {
-                return Err(Problem::new(
-                    Code::RequestTimeout,
-                    "the body did not arrive in time; nothing was stored",
-                ));
-            }
-            Ok(None) => break,
-            Ok(Some(Err(_))) => {
-                return Err(Problem::member(
-                    "",
-                    "the body broke off or is framed wrongly; nothing was stored",
-                ));
-            }
-            Ok(Some(Ok(frame))) => frame,
-        };
-        let Ok(chunk) = frame.into_data() else { continue };
-        received = received.saturating_add(chunk.len());
-        if received > limit {
-            // Go on reading for a while: closing while the client still writes would take the answer away from it.
-            collected.clear();
-            if received > limit.saturating_mul(DRAINED_BODIES) {
-                return Err(too_large(limit));
-            }
-        } else {
-            collected.extend_from_slice(&chunk);
-        }
-    }
-    if received > limit {
-        Err(too_large(limit))
-    } else {
-        Ok(collected.freeze())
-    }
-}
-
-fn too_large(limit: usize) -> Problem {
-    Problem::new(
-        Code::TooLarge,
-        format!("the body has more than {limit} bytes; nothing was stored"),
-    )
 }
 
 #[cfg(test)]

@@ -114,7 +114,7 @@ async fn revoke(
     body: Body,
 ) -> Result<Response, Problem> {
     let caller = extract::caller(&app, &headers, &[Role::Admin]).await?;
-    extract::no_body(&app, &headers, body).await?;
+    extract::no_body(&app, body).await?;
     let key_id = well_formed(key_id.text()?)?;
     let known = write(&app, async |session| key::revoke(session, &caller.tenant, key_id).await).await?;
     if !known {

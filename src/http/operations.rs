@@ -333,7 +333,7 @@ async fn execute(
 ) -> Result<Response, Problem> {
     let caller = extract::caller(&app, &headers, &[Role::Agent]).await?;
     let id = id.operation_id()?;
-    extract::no_body(&app, &headers, body).await?;
+    extract::no_body(&app, body).await?;
     let operation = own(&app, &caller, &id).await?;
     let preference = extract::preference(&headers);
     if operation.is_downstreams {
@@ -350,7 +350,7 @@ async fn execute(
 async fn cancel(State(app): State<Arc<App>>, id: Segment, headers: HeaderMap, body: Body) -> Result<Response, Problem> {
     let caller = extract::caller(&app, &headers, &[Role::Agent]).await?;
     let id = id.operation_id()?;
-    extract::no_body(&app, &headers, body).await?;
+    extract::no_body(&app, body).await?;
     match app.intake.cancel(&caller, &id, &app.perform.kinds()).await {
         Ok(()) => document(&app, &caller, &id).await,
         Err(NotCancelled::NotFound) => Err(Problem::not_found()),

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use axum::response::{IntoResponse, Response};
-use http::header::{CONTENT_TYPE, RETRY_AFTER, WWW_AUTHENTICATE};
+use http::header::{CONNECTION, CONTENT_TYPE, RETRY_AFTER, WWW_AUTHENTICATE};
 use http::{HeaderValue, StatusCode};
 use serde::Serialize;
 
@@ -99,6 +99,8 @@ pub struct Problem {
     state: Option<StateName>,
     id: Option<OperationId>,
     receipt_expires: Option<String>,
+    /// The connection ends with it.
+    last: bool,
 }
 
 /// The members, in the order in which they are written.
@@ -182,6 +184,7 @@ impl Problem {
             state: None,
             id: None,
             receipt_expires: None,
+            last: false,
         }
     }
 
@@ -219,6 +222,16 @@ impl Problem {
             Code::Unauthenticated,
             "send an API key as `Authorization: Bearer <key>`, or as the user name of Basic; this one is missing, unknown or revoked",
         )
+    }
+
+    /// A large body would have been kept on a disk that does not take it.
+    pub fn no_room() -> Self {
+        Self::new(
+            Code::LedgerUnavailable,
+            "this process cannot keep a large body now (its temporary directory); nothing was stored and nothing sent, \
+             send the same request again later",
+        )
+        .retry_after(Duration::from_secs(5))
     }
 
     /// The router adds `Allow`.
@@ -273,6 +286,12 @@ impl Problem {
 
     pub fn retry_after(mut self, delay: Duration) -> Self {
         self.retry_after = Some(delay);
+        self
+    }
+
+    /// Ends the connection with this answer: what is left of the request's body is not read.
+    pub fn last(mut self) -> Self {
+        self.last = true;
         self
     }
 
@@ -361,6 +380,9 @@ impl IntoResponse for Problem {
                 RETRY_AFTER,
                 HeaderValue::from(delay.as_millis().div_ceil(1000).clamp(1, u128::from(u32::MAX)) as u64),
             );
+        }
+        if self.last {
+            headers.insert(CONNECTION, HeaderValue::from_static("close"));
         }
         if self.code == Code::Unauthenticated {
             headers.insert(WWW_AUTHENTICATE, HeaderValue::from_static(r#"Bearer realm="opledger""#));

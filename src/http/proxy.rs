@@ -18,6 +18,7 @@ use sha2::{Digest, Sha256};
 
 use super::App;
 use super::answer::{self, answer};
+use super::body;
 use super::extract;
 use super::problem::{Code, Problem};
 use crate::engine::intake::Preference;
@@ -76,7 +77,7 @@ async fn proxy(State(app): State<Arc<App>>, request: Request) -> Result<Response
         let detail = "send an Idempotency-Key: one key per intended action, the same on every retry";
         return Err(Problem::new(Code::KeyMissing, detail));
     }
-    let body = extract::body(&app, lines, body, downstream.limits.request_bytes).await?;
+    let body = body::spooled(&app, body, downstream.limits.request_bytes).await?;
     let request = send::Request {
         method,
         path_and_query,

@@ -39,14 +39,13 @@ pub async fn serve(
             () = stop.cancelled() => break,
         };
         let Some((stream, place)) = stream else { continue };
-        let wire = Wire::new(stream, connections.clone());
+        let wire = Wire::new(stream, place, connections.clone());
         let connection = http.serve_connection(TokioIo::new(wire), TowerToHyperService::new(router.clone()));
         let watched = graceful.watch(connection);
         connections.spawn(async move {
             if let Err(error) = watched.await {
                 tracing::debug!(error = %error, "connection ended");
             }
-            drop(place);
         });
     }
     drop(listener);

@@ -11,12 +11,17 @@ use std::time::Duration;
 
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt, ReadBuf};
 use tokio::net::TcpStream;
+use tokio::sync::OwnedSemaphorePermit;
+use tokio::time::timeout;
 use tokio_util::task::TaskTracker;
 
 use super::problem::{Code, Problem};
 
-/// How long a peer may go on sending after its connection was ended.
+/// How long a peer may be silent after its connection was ended; a body that is refused may be on its way meanwhile.
 const LINGER: Duration = Duration::from_secs(2);
+
+/// How long it may go on sending.
+const LONGEST_LINGER: Duration = Duration::from_secs(30);
 
 /// No bare answer of hyper is longer.
 const LONGEST_BARE: usize = 256;
@@ -28,15 +33,18 @@ pub struct Wire {
     instead: Vec<u8>,
     /// Whether the peer has ended its side.
     ended: bool,
+    /// Among the open connections; held while it lingers, too. Gone only in `drop`.
+    place: Option<OwnedSemaphorePermit>,
     lingering: TaskTracker,
 }
 
 impl Wire {
-    pub fn new(stream: TcpStream, lingering: TaskTracker) -> Self {
+    pub fn new(stream: TcpStream, place: OwnedSemaphorePermit, lingering: TaskTracker) -> Self {
         Self {
             stream: Some(stream),
             instead: Vec::new(),
             ended: false,
+            place: Some(place),
             lingering,
         }
     }
@@ -108,21 +116,21 @@ impl Drop for Wire {
             && !self.ended
             && tokio::runtime::Handle::try_current().is_ok()
         {
-            self.lingering.spawn(linger(stream));
+            self.lingering.spawn(linger(stream, self.place.take()));
         }
     }
 }
 
 /// Ends our side, and reads the other's to its end.
-async fn linger(mut stream: TcpStream) {
+async fn linger(mut stream: TcpStream, _place: Option<OwnedSemaphorePermit>) {
     let mut unread = [0; 16 << 10];
     let rest = async {
         if stream.shutdown().await.is_ok() {
-            while matches!(stream.read(&mut unread).await, Ok(count) if count > 0) {}
+            while matches!(timeout(LINGER, stream.read(&mut unread)).await, Ok(Ok(count)) if count > 0) {}
         }
     };
     // A peer that is still sending then has had its time.
-    let _ = tokio::time::timeout(LINGER, rest).await;
+    let _ = timeout(LONGEST_LINGER, rest).await;
 }
 
 /// Where hyper's own answer begins, if these bytes end with one. It is the last thing on its connection, has an empty

@@ -18,6 +18,9 @@ use super::error::{Error, doing};
 /// frozen, says nothing: PostgreSQL then ends the transaction and frees what it has locked, and we give the connection up.
 const PATIENCE: Duration = Duration::from_secs(2);
 
+/// What a connection may keep to write its next statements in.
+const KEPT_BUFFERS: usize = 1 << 20;
+
 /// Ends a transaction with handlers in it as durably as the connection's own settings say, not a handler's.
 const COMMIT: &str = "reset synchronous_commit; commit";
 
@@ -32,6 +35,18 @@ pub struct Limits {
     pub lock: Duration,
     /// Longest single statement (`statement_timeout`).
     pub statement: Duration,
+}
+
+impl Limits {
+    /// The same for a statement that carries this many bytes, which have to be sent and written: a second more for every
+    /// 4 MiB.
+    pub fn with_time_for(self, bytes: usize) -> Self {
+        let seconds = u64::try_from(bytes >> 22).unwrap_or(u64::MAX);
+        Self {
+            statement: self.statement.saturating_add(Duration::from_secs(seconds)),
+            ..self
+        }
+    }
 }
 
 /// A pooled connection, used by one task at a time.
@@ -72,6 +87,13 @@ impl Session {
     /// Sets how long statements outside a transaction are waited for.
     pub fn expect_answers(&mut self, limits: Limits) {
         self.patience = Some(limits.statement + PATIENCE);
+    }
+
+    /// Gives back the memory that statements with this many bytes have taken; the connection would keep it.
+    pub fn release_buffers(&mut self, bytes: usize) {
+        if bytes > KEPT_BUFFERS {
+            self.connection.shrink_buffers();
+        }
     }
 
     /// Whether statements may be prepared by name.

@@ -494,6 +494,7 @@ async fn doctor_reaches_downstreams_without_sending_anything() {
             downstream.address
         ),
         "warn  downstream pay, /charges: declares nothing",
+        "ok    large request bodies can be kept in ",
     ] {
         assert!(found.stdout.contains(text), "{text:?} is not in {}", found.stdout);
     }
@@ -505,6 +506,13 @@ async fn doctor_reaches_downstreams_without_sending_anything() {
     let found = doctor(&https).await;
     assert_eq!(found.code, Some(1), "{found:?}");
     assert!(found.stdout.contains("is not reached: tls: "), "{}", found.stdout);
+    let found = doctor(&format!("[limits]\nspool_dir = \"/nowhere\"\n{}", config(&downstream))).await;
+    assert_eq!(found.code, Some(1), "{found:?}");
+    assert!(
+        found.stdout.contains("FAIL  cannot keep a request body in /nowhere: "),
+        "{}",
+        found.stdout
+    );
     let closed = "[downstreams.a]\nurl = \"http://127.0.0.1:1\"\n[downstreams.b]\nurl = \"http://nowhere.invalid\"\n";
     let found = doctor(closed).await;
     assert_eq!(found.code, Some(1), "{found:?}");

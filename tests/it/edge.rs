@@ -4,6 +4,7 @@ use std::fmt::Write as _;
 use std::time::{Duration, Instant};
 
 use crate::support::client::{Answer, encoded};
+use crate::support::downstream::Downstream;
 use crate::support::wire::Wire;
 use crate::support::{Client, Ledger, Setup};
 
@@ -91,6 +92,52 @@ async fn a_body_over_the_limit_is_answered_to_a_client_that_is_still_writing_and
             .succeeded()
             .is_replay()
     );
+}
+
+#[tokio::test]
+async fn a_body_that_says_it_is_too_large_is_refused_before_any_of_it_is_sent() {
+    const LIMIT: usize = 1000;
+    let pay = Downstream::start().await;
+    let ledger = with_limits(&format!(
+        "max_body_bytes = {LIMIT}\n{}",
+        pay.config("pay", &format!("max_request_bytes = {LIMIT}"))
+    ))
+    .await;
+    let agent = ledger.agent();
+    for target in ["/v1/operations", "/v1/proxy/pay/x"] {
+        let head = head(&agent, "big").replace("/v1/operations", target);
+        for length in [LIMIT + 1, usize::MAX >> 1] {
+            for expect in ["", "expect: 100-continue\r\n"] {
+                let mut wire =
+                    Wire::sent(agent.address, format!("{head}{expect}content-length: {length}\r\n\r\n")).await;
+                // Not 100 (Continue), which would be the first that comes.
+                let answer = wire.answer_to("POST", target).await.expect("an answer");
+                answer.clone().is(413, "too-large");
+                assert_eq!(answer.header("connection"), "close");
+                assert!(wire.is_closed().await);
+            }
+        }
+    }
+    agent.get("/v1/operations/big").await.is(404, "not-found");
+    assert_eq!(pay.connections(), 0);
+}
+
+#[tokio::test]
+async fn a_client_that_writes_all_of_a_refused_body_slowly_finds_the_answer() {
+    let ledger = with_limits("max_body_bytes = 1000").await;
+    let agent = ledger.agent();
+    let began = Instant::now();
+    let request = format!("{}content-length: 4000000\r\n\r\n", head(&agent, "big"));
+    let mut wire = Wire::sent(agent.address, request).await;
+    for _ in 0..40 {
+        wire.send(padded(100_000)).await;
+        // The subject is a slow writer.
+        tokio::time::sleep(Duration::from_millis(80)).await;
+    }
+    assert!(began.elapsed() > Duration::from_secs(3));
+    assert!(wire.taken, "the connection was reset");
+    submitted(&mut wire).await.expect("an answer").is(413, "too-large");
+    agent.get("/v1/operations/big").await.is(404, "not-found");
 }
 
 #[tokio::test]

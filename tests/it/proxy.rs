@@ -2,6 +2,7 @@
 //!
 //! What was sent and what took effect is counted at the downstream, never taken from the ledger's own report.
 
+mod bodies;
 mod commits;
 mod compensation;
 mod crashes;

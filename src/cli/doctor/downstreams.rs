@@ -1,13 +1,15 @@
-//! The way out: can each downstream be reached as an attempt would, and is what its routes declare wise? No request is
-//! sent: a connection is made, secured and closed.
+//! The way out: can each downstream be reached as an attempt would, is what its routes declare wise, and is there room for
+//! large requests? None is sent: a connection is made, secured and closed.
 
 use std::net::IpAddr;
+use std::path::Path;
 use std::sync::Arc;
 use std::time::Instant;
 
 use tokio::task::JoinSet;
 
-use super::Findings;
+use super::{Findings, chain};
+use crate::http::spool;
 use crate::outbound::downstream::{Ability, Downstream};
 use crate::outbound::registry::Downstreams;
 use crate::outbound::send::{NotSent, Outbound};
@@ -16,7 +18,10 @@ use crate::outbound::send::{NotSent, Outbound};
 type Reached = Result<f64, NotSent>;
 
 /// Looks at every downstream; they are dialled at the same time, and shown in the order of their names.
-pub async fn examine(downstreams: &Downstreams, findings: &mut Findings) {
+pub async fn examine(downstreams: &Downstreams, spool_dir: &Path, findings: &mut Findings) {
+    if downstreams.iter().next().is_some() {
+        room(spool_dir, findings);
+    }
     let outbound = Arc::new(Outbound::default());
     let mut dialling = JoinSet::new();
     for (at, downstream) in downstreams.iter().cloned().enumerate() {
@@ -28,6 +33,20 @@ pub async fn examine(downstreams: &Downstreams, findings: &mut Findings) {
     for (downstream, (_, reached)) in downstreams.iter().zip(reached) {
         reachable(downstream, reached, findings);
         declared(downstream, findings);
+    }
+}
+
+fn room(directory: &Path, findings: &mut Findings) {
+    match spool::check(directory) {
+        Ok(()) => findings.ok(
+            "spool_dir",
+            format!("large request bodies can be kept in {}", directory.display()),
+        ),
+        Err(error) => findings.fail(
+            "spool_dir",
+            chain(&error),
+            "set spool_dir under [limits] to a directory on a disk that the service may write to",
+        ),
     }
 }
 

@@ -215,16 +215,19 @@ async fn commit<E: Entry>(book: &Book, kept: &mut Option<Session>, group: &[E]) 
         Some(session) => session,
         None => book.pool.session().await?,
     };
+    let bytes = group.iter().map(Queued::bytes).sum();
+    let limits = LIMITS.with_time_for(bytes);
     // One statement is a transaction by itself: a round trip in place of three.
     if session.named_statements() {
-        session.expect_answers(LIMITS);
+        session.expect_answers(limits);
     } else {
-        session.begin(LIMITS).await?;
+        session.begin(limits).await?;
     }
     let written = E::write_all(book, &mut session, &tenant, group).await?;
     let committing = Instant::now();
     session.finish_if_begun().await?;
     book.metrics.group(group.len(), committing.elapsed(), began.elapsed());
+    session.release_buffers(bytes);
     *kept = Some(session);
     Ok(written)
 }
@@ -232,6 +235,10 @@ async fn commit<E: Entry>(book: &Book, kept: &mut Option<Session>, group: &[E]) 
 impl Queued for Claiming {
     fn tenant(&self) -> &Tenant {
         &self.forward.tenant
+    }
+
+    fn bytes(&self) -> usize {
+        self.forward.payload.len() + self.forward.request.body.len()
     }
 }
 
@@ -283,6 +290,10 @@ impl Entry for Claiming {
 impl Queued for Settling {
     fn tenant(&self) -> &Tenant {
         &self.tenant
+    }
+
+    fn bytes(&self) -> usize {
+        self.answered.receipt.body.len()
     }
 }
 
