@@ -299,53 +299,16 @@ impl Perform {
         reply: Reply,
         respond_async: bool,
     ) {
-        let fence = Fence {
-            attempt: 1,
-            instance: self.instance,
+        // On the heap, and gone before the answer is waited for.
+        let Some((claimed, ready, reply)) = Box::pin(self.claim(&forward, ready, reply)).await else {
+            return;
         };
-        let Some(place) = self.claiming.enter(&forward.tenant, &forward.id) else {
-            ready.give_back();
-            let told = Box::pin(self.operation(&forward.tenant, &forward.id))
-                .await
-                .map(|found| match found {
-                    Some(operation) => Outcome::of(&operation, &forward.fingerprint),
-                    None => Outcome::InProgress {
-                        operation: Known::forwarded(&forward, None),
-                    },
-                });
-            return drop(reply.send(told.map(Delivered::Known)));
-        };
-        let claimed = match self.book.claim(forward.clone()).await {
-            Ok(Claim::Won { asked }) => asked,
-            Ok(Claim::Lost(operation)) => {
-                ready.give_back();
-                // Before the answer: whoever asks again at once must not find it taken.
-                drop(place);
-                let outcome = Outcome::of(&operation, &forward.fingerprint);
-                return drop(reply.send(Ok(Delivered::Known(outcome))));
-            }
-            Ok(Claim::Contended) => {
-                ready.give_back();
-                drop(place);
-                let operation = Known::forwarded(&forward, None);
-                return drop(reply.send(Ok(Delivered::Known(Outcome::InProgress { operation }))));
-            }
-            Err(unwritten) => {
-                drop(reply.send(Err(refused(&unwritten))));
-                if matches!(unwritten, Unwritten::Unclear(_)) {
-                    Box::pin(self.disown(&forward, fence, place)).await;
-                }
-                return;
-            }
-        };
-        self.doubts.end(&forward.tenant, &forward.id);
-        drop(place);
         let attempt = Attempt {
             perform: self.clone(),
             forward: forward.clone(),
             downstream,
             route,
-            fence,
+            fence: self.first_fence(),
             claimed,
             age: Duration::ZERO,
             since_first_send: Duration::ZERO,
@@ -353,17 +316,65 @@ impl Perform {
             alone: true,
             earlier_attempts: 0,
         };
-        if respond_async {
-            let operation = Known::forwarded(&forward, Some(StateName::Running));
-            let accepted = Outcome::Accepted {
-                operation,
-                repeated: false,
-            };
-            drop(reply.send(Ok(Delivered::First(accepted))));
-            Box::pin(attempt.run(ready, None)).await;
-        } else {
-            Box::pin(attempt.run(ready, Some(reply))).await;
+        if !respond_async {
+            return attempt.run(ready, Some(reply)).await;
         }
+        let operation = Known::forwarded(&forward, Some(StateName::Running));
+        let accepted = Outcome::Accepted {
+            operation,
+            repeated: false,
+        };
+        drop(reply.send(Ok(Delivered::First(accepted))));
+        Box::pin(attempt.run(ready, None)).await;
+    }
+
+    fn first_fence(&self) -> Fence {
+        Fence {
+            attempt: 1,
+            instance: self.instance,
+        }
+    }
+
+    /// Claims the operation, and says since when; or answers that there is nothing to be sent.
+    async fn claim(&self, forward: &Arc<Forward>, ready: Ready, reply: Reply) -> Option<(Instant, Ready, Reply)> {
+        let Some(place) = self.claiming.enter(&forward.tenant, &forward.id) else {
+            ready.give_back();
+            let told = self
+                .operation(&forward.tenant, &forward.id)
+                .await
+                .map(|found| match found {
+                    Some(operation) => Outcome::of(&operation, &forward.fingerprint),
+                    None => Outcome::InProgress {
+                        operation: Known::forwarded(forward, None),
+                    },
+                });
+            drop(reply.send(told.map(Delivered::Known)));
+            return None;
+        };
+        let outcome = match self.book.claim(forward.clone()).await {
+            Ok(Claim::Won { asked }) => {
+                self.doubts.end(&forward.tenant, &forward.id);
+                return Some((asked, ready, reply));
+            }
+            Ok(Claim::Lost(operation)) => Outcome::of(&operation, &forward.fingerprint),
+            Ok(Claim::Contended) => Outcome::InProgress {
+                operation: Known::forwarded(forward, None),
+            },
+            Err(unwritten) => {
+                drop(reply.send(Err(refused(&unwritten))));
+                if matches!(unwritten, Unwritten::Unclear(_)) {
+                    // It may take a minute, and others want the connection's place.
+                    drop(ready);
+                    Box::pin(self.disown(forward, self.first_fence(), place)).await;
+                }
+                return None;
+            }
+        };
+        ready.give_back();
+        // Before the answer: whoever asks again at once must not find it taken.
+        drop(place);
+        drop(reply.send(Ok(Delivered::Known(outcome))));
+        None
     }
 
     /// A claim whose commit was not confirmed: nothing was sent, and nobody must believe that something was. Taken back

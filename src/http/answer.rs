@@ -31,9 +31,13 @@ pub fn answer(outcome: Result<Outcome, Refusal>, preference: Preference) -> Resp
     // A refusal honours nothing.
     let has_outcome = outcome.is_ok();
     let mut response = match outcome {
-        Ok(Outcome::Settled { operation, receipt, expires_at, replayed, .. }) => {
-            settled(&operation, &receipt, &format_time(expires_at), replayed)
-        }
+        Ok(Outcome::Settled {
+            operation,
+            receipt,
+            expires_at,
+            replayed,
+            ..
+        }) => settled(&operation, &receipt, &format_time(expires_at), replayed),
         Ok(Outcome::Accepted { operation, .. }) => accepted(&operation),
         Ok(Outcome::InProgress { operation }) => Problem::new(
             Code::OperationInProgress,
@@ -43,8 +47,16 @@ pub fn answer(outcome: Result<Outcome, Refusal>, preference: Preference) -> Resp
         .retry_after(ASK_AGAIN)
         .into_response(),
         Ok(Outcome::Unknown { operation, .. }) => unknown(&operation),
-        Ok(Outcome::Mismatch { original, created_at, requested }) => mismatch(&original, created_at.map(format_time), requested),
-        Ok(Outcome::Expired { operation, settled_at, expires_at }) => {
+        Ok(Outcome::Mismatch {
+            original,
+            created_at,
+            requested,
+        }) => mismatch(&original, created_at.map(format_time), requested),
+        Ok(Outcome::Expired {
+            operation,
+            settled_at,
+            expires_at,
+        }) => {
             let mut response = Problem::new(
                 Code::ReceiptExpired,
                 "this operation was settled and its receipt is no longer kept; the id is spent and will not run again",
@@ -61,7 +73,11 @@ pub fn answer(outcome: Result<Outcome, Refusal>, preference: Preference) -> Resp
             format!(
                 "{}; no effect was made and nothing was stored: the same request may be sent again once it is repaired",
                 // What it said itself is for those who repair it.
-                if raised.by_ledger { &*raised.message } else { "the handler raised an error that handlers may not raise" },
+                if raised.by_ledger {
+                    &*raised.message
+                } else {
+                    "the handler raised an error that handlers may not raise"
+                },
             ),
         )
         .about(&id)

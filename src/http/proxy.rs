@@ -85,7 +85,7 @@ async fn proxy(State(app): State<Arc<App>>, request: Request) -> Result<Response
         body,
     };
     let Some(id) = key else {
-        let passing = app.perform.pass(request, downstream).await?;
+        let passing = Box::pin(app.perform.pass(request, downstream)).await?;
         return Ok(pass_on(passing));
     };
     let forward = describe(&app, &caller, lines, &downstream, &route, rest, id, request);
@@ -195,9 +195,10 @@ async fn conclude(
             let usual = || patience(&outcome, asked.is_repeated, preference.respond_async);
             match preference.wait.or_else(usual) {
                 Some(patience) => {
-                    app.perform
-                        .settled_within(&asked.tenant, &asked.id, &asked.fingerprint, outcome, patience)
-                        .await
+                    let waiting =
+                        app.perform
+                            .settled_within(&asked.tenant, &asked.id, &asked.fingerprint, outcome, patience);
+                    Box::pin(waiting).await
                 }
                 None => Ok(outcome),
             }

@@ -95,7 +95,10 @@ impl Attempt {
     async fn perform(self, ready: Ready, mut caller: ToCaller) {
         let began = Instant::now();
         let ended = match self.send(ready).await {
-            Ok(answer) => self.receive(answer, &mut caller).await.map_err(Failure::Unknown),
+            // On the heap, as all that comes after the answer's head: waiting for it is what may take long, and many do.
+            Ok(answer) => Box::pin(self.receive(answer, &mut caller))
+                .await
+                .map_err(Failure::Unknown),
             Err(failure) => Err(failure),
         };
         let outcome = match &ended {
@@ -108,12 +111,11 @@ impl Attempt {
             .metrics
             .attempted(&self.downstream.name, outcome, began.elapsed());
         match ended {
-            // On the heap: what comes after the answer needs more room than waiting for it.
             Ok(complete) => Box::pin(self.answered(complete, caller)).await,
             Err(Failure::NotSent(not_sent)) => {
                 let next = decide::next(&self.route, Learnt::NotSent, self.standing(), jitter());
-                self.without_answer(next, "not_sent", &not_sent.to_string(), caller)
-                    .await;
+                let cause = not_sent.to_string();
+                Box::pin(self.without_answer(next, "not_sent", &cause, caller)).await;
             }
             Err(Failure::Unknown(unknown)) => {
                 tracing::warn!(cause = %unknown, "the outcome is unknown");
