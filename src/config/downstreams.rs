@@ -22,6 +22,9 @@ use crate::outbound::downstream::{Base, Downstream, Identity, Limits, Tls};
 use crate::outbound::registry::Downstreams;
 use crate::outbound::{headers, tls};
 
+/// Longest request body that may be allowed: PostgreSQL holds a value to a gigabyte, and `pg_dump` writes two digits a byte.
+const LARGEST_REQUEST: usize = 256 << 20;
+
 /// `[downstreams.NAME]`: where it is, who we are to it, and what an attempt may take.
 #[derive(Debug, Clone, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -147,6 +150,9 @@ impl DownstreamSettings {
             request_bytes: self.max_request_bytes.unwrap_or(1 << 20),
             stored_body: self.max_stored_body.unwrap_or(1 << 20),
         };
+        if limits.request_bytes > LARGEST_REQUEST {
+            return Err(format!("max_request_bytes must be at most {LARGEST_REQUEST}"));
+        }
         if limits.concurrency == 0 || limits.concurrency > tokio::sync::Semaphore::MAX_PERMITS {
             return Err("concurrency must be at least 1".to_owned());
         }
@@ -387,6 +393,10 @@ mod tests {
             ("url = \"https://u:p@x\"", "carries a credential"),
             ("url = \"http://x\"\nca_file = \"ca.pem\"", "begins with https"),
             ("url = \"https://x\"\nclient_cert_file = \"c\"", "go together"),
+            (
+                "url = \"https://x\"\nmax_request_bytes = 268435457",
+                "at most 268435456",
+            ),
             ("url = \"https://x\"\nconcurrency = 0", "concurrency must be"),
             ("url = \"https://x\"\nca_file = \"/nonexistent\"", "cannot read"),
             ("url = \"https://x\"\nca_file = \"/dev/null\"", "no PEM"),
