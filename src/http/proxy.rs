@@ -15,12 +15,14 @@ use http::header::{CONTENT_TYPE, UPGRADE};
 use http::{HeaderMap, HeaderValue, Method, StatusCode};
 use http_body::Frame;
 use sha2::{Digest, Sha256};
+use tokio::sync::Semaphore;
 
 use super::App;
 use super::answer::{self, answer};
 use super::body;
 use super::extract;
 use super::problem::{Code, Problem};
+use super::spool::IN_MEMORY;
 use crate::engine::intake::Preference;
 use crate::engine::outcome::{Outcome, Refusal};
 use crate::engine::perform::{Delivered, Passing, Piece};
@@ -34,6 +36,9 @@ use crate::ledger::submission::MAX_DEPTH;
 use crate::ledger::tenant::Tenant;
 use crate::outbound::downstream::{Ability, Downstream, Route};
 use crate::outbound::{headers, path, send};
+
+/// Large bodies that are read for comparison at a time: as a document, JSON takes a multiple of its size in memory.
+static READING: Semaphore = Semaphore::const_new(2);
 
 /// How long a caller waits for a retry or a recovery that goes on by itself, unless it says otherwise.
 const PATIENCE: Duration = Duration::from_secs(20);
@@ -88,7 +93,8 @@ async fn proxy(State(app): State<Arc<App>>, request: Request) -> Result<Response
         let passing = Box::pin(app.perform.pass(request, downstream)).await?;
         return Ok(pass_on(passing));
     };
-    let forward = describe(&app, &caller, lines, &downstream, &route, rest, id, request);
+    let content = Content::of(&downstream, &route, &request).await?;
+    let forward = describe(&app, &caller, lines, &downstream, rest, id, request, content);
     let preference = extract::preference(lines);
     // Its lines are slices of the connection's read buffer, which would have to wait as long as the caller does.
     drop(parts);
@@ -259,25 +265,22 @@ fn describe(
     caller: &Caller,
     lines: &HeaderMap,
     downstream: &Downstream,
-    route: &Route,
     rest: &str,
     id: OperationId,
     request: send::Request,
+    content: Content,
 ) -> Forward {
-    let content_type = request.headers.get(CONTENT_TYPE).map(HeaderValue::as_bytes);
-    let content_type = content_type.map(headers::decode_latin1);
-    let fingerprint = fingerprint(downstream, route, content_type.as_deref(), &request);
     let path_and_query = request.path_and_query.as_str().to_owned();
     let payload = serde_json::json!({
         "method": request.method.as_str(),
         "path": path_and_query,
-        "content_type": content_type,
+        "content_type": content.media,
         "body_bytes": request.body.len(),
-        "body_sha256": super::hex(&Sha256::digest(&request.body)),
+        "body_sha256": content.body_sha256,
     });
     Forward {
         tenant: caller.tenant.clone(),
-        fingerprint,
+        fingerprint: content.fingerprint,
         kind: kind(&downstream.name).into(),
         downstream: downstream.name.clone(),
         target: format!("{} {}{rest}", request.method, downstream.name),
@@ -295,6 +298,47 @@ fn describe(
         requested_by: caller.key_id.clone(),
         trace_parent: super::operations::trace_parent(lines),
         retention: app.perform.retention(),
+    }
+}
+
+/// What a request is, for comparison and for people.
+struct Content {
+    media: Option<String>,
+    body_sha256: String,
+    fingerprint: Fingerprint,
+}
+
+impl Content {
+    /// A large body is read aside: it takes long, and may have to come from a disk.
+    async fn of(downstream: &Arc<Downstream>, route: &Arc<Route>, request: &send::Request) -> Result<Self, Problem> {
+        if request.body.len() <= IN_MEMORY {
+            return Ok(Self::read(downstream, route, request));
+        }
+        let place = READING.acquire().await;
+        let (downstream, route, request) = (downstream.clone(), route.clone(), request.clone());
+        #[expect(
+            clippy::disallowed_methods,
+            reason = "the request waits for it; nothing has been claimed, and nobody else needs it"
+        )]
+        let reading = tokio::task::spawn_blocking(move || {
+            // Held until it has been read, even if nobody waits any more.
+            let _place = place;
+            Self::read(&downstream, &route, &request)
+        });
+        reading.await.map_err(|error| {
+            tracing::error!(error = %error, "a body could not be read");
+            Problem::from(Refusal::Internal)
+        })
+    }
+
+    fn read(downstream: &Downstream, route: &Route, request: &send::Request) -> Self {
+        let media = request.headers.get(CONTENT_TYPE).map(HeaderValue::as_bytes);
+        let media = media.map(headers::decode_latin1);
+        Self {
+            fingerprint: fingerprint(downstream, route, media.as_deref(), request),
+            body_sha256: super::hex(&Sha256::digest(&request.body)),
+            media,
+        }
     }
 }
 
