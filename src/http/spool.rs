@@ -174,4 +174,21 @@ mod tests {
         small.push(b"x").await.unwrap();
         assert_eq!(small.finish().await.unwrap(), "x");
     }
+
+    #[tokio::test]
+    async fn a_full_disk_is_an_error_and_no_shorter_body() {
+        let directory = crate::config::temporary_directory();
+        let full = || {
+            let mut spool = Spool::new(&directory, 0);
+            spool.file = Some(File::options().write(true).open("/dev/full").unwrap());
+            spool
+        };
+        let pushed = full().push(&body(2 * IN_MEMORY)).await.unwrap_err();
+        let mut spool = full();
+        spool.push(b"x").await.unwrap();
+        let finished = spool.finish().await.unwrap_err();
+        for error in [pushed, finished] {
+            assert_eq!(error.source.kind(), io::ErrorKind::StorageFull);
+        }
+    }
 }
