@@ -179,7 +179,7 @@ impl Perform {
     /// Forwards an operation once, or says what became of it.
     pub async fn deliver(
         self: &Arc<Self>,
-        forward: Forward,
+        forward: Arc<Forward>,
         downstream: Arc<Downstream>,
         route: Arc<Route>,
         respond_async: bool,
@@ -202,7 +202,7 @@ impl Perform {
         let perform = self.clone();
         self.tasks.spawn(async move {
             perform
-                .claim_and_send(Arc::new(forward), downstream, route, ready, reply, respond_async)
+                .claim_and_send(forward, downstream, route, ready, reply, respond_async)
                 .await;
         });
         // The sender is dropped unused only when the task ends early, which only stopping does.

@@ -89,7 +89,7 @@ async fn submit(State(app): State<Arc<App>>, headers: HeaderMap, body: Body) -> 
 /// A submission, by what performs it.
 enum Admitted {
     Function(Submission, Mode),
-    Downstream(Forward, Arc<Downstream>, Arc<Route>, Mode),
+    Downstream(Arc<Forward>, Arc<Downstream>, Arc<Route>, Mode),
 }
 
 /// Why a request is no submission.
@@ -175,7 +175,12 @@ fn admit(
             retention: kind.retention,
             id,
         };
-        return Ok(Admitted::Downstream(forward, downstream, route, envelope.mode));
+        return Ok(Admitted::Downstream(
+            Arc::new(forward),
+            downstream,
+            route,
+            envelope.mode,
+        ));
     }
     let Some(kind) = app.intake.kinds().get(envelope.kind).cloned() else {
         return Err(rejected(Problem::payload(

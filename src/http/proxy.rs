@@ -104,7 +104,7 @@ async fn proxy(State(app): State<Arc<App>>, request: Request) -> Result<Response
 /// Forwards it, and waits for what the downstream's abilities can still make of it.
 pub async fn settle(
     app: &App,
-    forward: Forward,
+    forward: Arc<Forward>,
     downstream: Arc<Downstream>,
     route: Arc<Route>,
     preference: Preference,
@@ -122,7 +122,7 @@ pub async fn settle(
 }
 
 /// Stores it without sending anything.
-pub async fn plan(app: &App, forward: Forward, preference: Preference) -> Result<Response, Problem> {
+pub async fn plan(app: &App, forward: Arc<Forward>, preference: Preference) -> Result<Response, Problem> {
     note(&forward);
     let outcome = app.perform.plan(&forward).await;
     if let Ok(outcome) = &outcome {
@@ -269,7 +269,7 @@ fn describe(
     id: OperationId,
     request: send::Request,
     content: Content,
-) -> Forward {
+) -> Arc<Forward> {
     let path_and_query = request.path_and_query.as_str().to_owned();
     let payload = serde_json::json!({
         "method": request.method.as_str(),
@@ -278,7 +278,7 @@ fn describe(
         "body_bytes": request.body.len(),
         "body_sha256": content.body_sha256,
     });
-    Forward {
+    Arc::new(Forward {
         tenant: caller.tenant.clone(),
         fingerprint: content.fingerprint,
         kind: kind(&downstream.name).into(),
@@ -298,7 +298,7 @@ fn describe(
         requested_by: caller.key_id.clone(),
         trace_parent: super::operations::trace_parent(lines),
         retention: app.perform.retention(),
-    }
+    })
 }
 
 /// What a request is, for comparison and for people.
