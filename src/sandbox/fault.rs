@@ -111,6 +111,7 @@ impl Faults {
             ("retry-after", Some(value)) => self.retry_after = Some(value.to_owned()),
             ("status-after", Some(value)) => self.status_after = Some(status(value).ok_or_else(unknown)?),
             ("forget-key", None) => self.forget_key = true,
+            ("slow-body", None) => self.slow_body = Some((3, Duration::from_millis(200))),
             ("slow-body", Some(value)) => self.slow_body = Some(pieces(value).ok_or_else(unknown)?),
             ("large", Some(value)) => {
                 self.large = count(value).filter(|large| *large <= LARGEST).ok_or_else(unknown)?
@@ -176,6 +177,10 @@ mod tests {
         let faults = read("delay=2s, status=503;retry-after=7 , times=2").unwrap();
         assert_eq!((faults.delay, faults.times), (Duration::from_secs(2), Some(2)));
         assert_eq!(faults.retry_after.as_deref(), Some("7"));
+        assert_eq!(
+            read("slow-body").unwrap().slow_body,
+            read("slow-body=3x200ms").unwrap().slow_body
+        );
         assert_eq!(
             read("slow-body=3x200ms").unwrap().slow_body,
             Some((3, Duration::from_millis(200)))
