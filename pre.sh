@@ -1,2 +1,0 @@
-#!/bin/bash
-exec /tmp/p1/op-je "$@"
