@@ -305,7 +305,7 @@ See what happened: deliveries, attempts, effects, history.
 Send a request through the proxy to an API that acts and then hangs up, so that nobody can know:
 
   curl -sS {url}/v1/proxy/sandbox-none/charges -H 'Authorization: Bearer {agent}' -H 'Content-Type: application/json' \
-    -H 'Idempotency-Key: demo:order-1001:charge:rev-1' -H 'Sandbox-Fault: drop-after' -d '{{"amount":500,"ref":"order-1001"}}'
+    -H 'Idempotency-Key: demo:order-1001:charge:rev-1' -H 'Sandbox-Fault: drop-after, times=1' -d '{{"amount":500,"ref":"order-1001"}}'
 
 It is unknown, and is not sent again. Through sandbox-key, which remembers keys, the same settles by itself.
 The sandbox ({sandbox}) counts for itself: curl '{sandbox}/_effects?ref=order-1001'
