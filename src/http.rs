@@ -24,7 +24,7 @@ use axum::Router;
 use axum::extract::{MatchedPath, Request, State};
 use axum::middleware::{self, Next};
 use axum::response::{IntoResponse, Response};
-use http::header::CACHE_CONTROL;
+use http::header::{CACHE_CONTROL, CONNECTION, TRANSFER_ENCODING};
 use http::{HeaderName, HeaderValue};
 use tower_http::catch_panic::CatchPanicLayer;
 use tracing::Instrument;
@@ -110,9 +110,16 @@ async fn every_request(State(app): State<Arc<App>>, request: Request, next: Next
     if let Some(parent) = TraceParent::of(request.headers()) {
         trace::continue_from(&span, &parent);
     }
-    let mut response = match within_limits(&app, &request) {
+    let mut response = match within_limits(&app, &request).and_then(|()| framed(&request)) {
         Ok(()) => next.run(request).instrument(span.clone()).await,
-        Err(problem) => problem.into_response(),
+        Err(problem) => {
+            let mut response = problem.into_response();
+            // What follows the head is not worth reading.
+            response
+                .headers_mut()
+                .insert(CONNECTION, HeaderValue::from_static("close"));
+            response
+        }
     };
     let status = response.status().as_u16();
     span.record("status", status);
@@ -146,6 +153,21 @@ fn within_limits(app: &App, request: &Request) -> Result<(), Problem> {
         return Err(Problem::new(Code::HeadersTooLarge, detail));
     }
     Ok(())
+}
+
+/// Chunks are all that is undone here. Another coding would reach handlers and downstreams as if it were the content.
+/// Source: RFC 9112, section 6.1.
+fn framed(request: &Request) -> Result<(), Problem> {
+    let mut codings = request.headers().get_all(TRANSFER_ENCODING).iter();
+    let is_plain = match codings.next() {
+        None => true,
+        Some(coding) => coding.as_bytes().eq_ignore_ascii_case(b"chunked") && codings.next().is_none(),
+    };
+    if is_plain {
+        return Ok(());
+    }
+    let detail = "no Transfer-Encoding but chunked is understood; a compressed body is declared by Content-Encoding";
+    Err(Problem::new(Code::RequestInvalid, detail))
 }
 
 /// A bug: the request ends, the process goes on.

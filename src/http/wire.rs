@@ -162,7 +162,7 @@ fn shaped(bare: &[u8]) -> Vec<u8> {
         ),
         "431" => Problem::new(
             Code::HeadersTooLarge,
-            "the headers are far too large or too many; the connection is closed",
+            "the headers are far too large or too many, or declare a length beyond all limits; the connection is closed",
         ),
         _ => Problem::new(
             Code::RequestInvalid,

@@ -1,5 +1,7 @@
 //! Compensation: an operation is undone by another one, its declared reversal, which has its own id, attempts and receipt.
 
+use uuid::Uuid;
+
 use super::fingerprint::Fingerprint;
 use super::forward::Forward;
 use super::operation::StateName;
@@ -10,17 +12,58 @@ use super::tenant::Tenant;
 use crate::postgres::error::{Error, doing};
 use crate::postgres::session::Session;
 
-/// The id of an operation's reversal: there is only one.
+/// What an operation's reversal is called, unless somebody else's operation has that name.
 pub fn reversal_id(id: &OperationId) -> OperationId {
-    const SUFFIX: &str = ":compensation";
-    OperationId::parse(format!("{id}{SUFFIX}")).unwrap_or_else(|_| {
+    named(id, ":compensation")
+}
+
+/// A name that nobody can have taken on purpose. There is one reversal all the same: the operation's state allows one.
+fn unforeseeable_id(id: &OperationId) -> OperationId {
+    named(id, &format!(":compensation:{}", Uuid::now_v7()))
+}
+
+fn named(id: &OperationId, suffix: &str) -> OperationId {
+    OperationId::parse(format!("{id}{suffix}")).unwrap_or_else(|_| {
         // Too long: then by digest, which fits.
         use sha2::{Digest, Sha256};
         let digits: String = Sha256::digest(id.as_str())
             .iter()
             .map(|byte| format!("{byte:02x}"))
             .collect();
-        OperationId::parse(format!("{digits}{SUFFIX}")).unwrap_or_else(|_| id.clone())
+        OperationId::parse(format!("{digits}{suffix}")).unwrap_or_else(|_| id.clone())
+    })
+}
+
+/// What an operation's reversal is or can be called.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Name {
+    /// It has one, of this name.
+    Exists(String),
+    Free(OperationId),
+}
+
+/// Every id belongs to whoever uses it first: a stranger's operation under the usual name is not the reversal, and does not
+/// stand in its way.
+pub async fn name(session: &mut Session, tenant: &Tenant, parent: &OperationId) -> Result<Name, Error> {
+    let usual = reversal_id(parent);
+    let known = sqlx::query!(
+        r#"
+        select
+            (select other_id from ledger.links
+             where tenant_id = $1 and operation_id = $2 and relation = 'compensated_by' limit 1) as reversal,
+            exists (select from ledger.operations where tenant_id = $1 and operation_id = $3) as "is_taken!"
+        "#,
+        tenant.as_str(),
+        parent.as_str(),
+        usual.as_str(),
+    )
+    .fetch_one(&mut *session)
+    .await
+    .map_err(doing("look for the operation's reversal"))?;
+    Ok(match known.reversal {
+        Some(reversal) => Name::Exists(reversal),
+        None if known.is_taken => Name::Free(unforeseeable_id(parent)),
+        None => Name::Free(usual),
     })
 }
 

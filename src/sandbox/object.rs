@@ -7,8 +7,8 @@ use serde_json::{Map, Value};
 
 use super::route::{Capability, Resource};
 
-/// Longest reference, in bytes.
-const LONGEST_REFERENCE: usize = 255;
+/// Longest reference, in bytes: an operation id and a word or two.
+const LONGEST_REFERENCE: usize = 512;
 
 /// Serialised as it is shown.
 #[derive(Debug, Clone, Serialize)]

@@ -364,6 +364,9 @@ async fn nothing_is_smuggled_past_a_front_end() {
         format!("{head}content-length: 0x50\r\n\r\n{body}{inner}"),
         // Encodings that one end reads and the other does not.
         format!("{head}transfer-encoding: xchunked\r\n\r\n50\r\n{body}\r\n0\r\n\r\n{inner}"),
+        format!("{head}transfer-encoding: gzip, chunked\r\n\r\n50\r\n{body}\r\n0\r\n\r\n{inner}"),
+        format!("{head}transfer-encoding: gzip\r\ntransfer-encoding: chunked\r\n\r\n50\r\n{body}\r\n0\r\n\r\n{inner}"),
+        format!("{head}transfer-encoding: chunked, chunked\r\n\r\n50\r\n{body}\r\n0\r\n\r\n{inner}"),
         format!("{head}transfer-encoding: chunked, identity\r\n\r\n50\r\n{body}\r\n0\r\n\r\n{inner}"),
         format!("{head}transfer-encoding : chunked\r\n\r\n50\r\n{body}\r\n0\r\n\r\n{inner}"),
         format!(

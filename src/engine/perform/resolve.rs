@@ -266,8 +266,16 @@ impl Perform {
             .compensation
             .as_ref()
             .ok_or_else(|| no_reversal("its route declares no compensation"))?;
+        let id = match self.reversal_name(operation).await? {
+            compensation::Name::Free(id) => id,
+            compensation::Name::Exists(id) => {
+                return Err(no_reversal(&format!(
+                    "its reversal exists already: {id}; decide about that one"
+                )));
+            }
+        };
         let reversal = self
-            .reversal(operation, &stored, &downstream, call, note.actor)
+            .reversal(id, operation, &stored, &downstream, call, note.actor)
             .map_err(|cause| no_reversal(&cause))?;
         let path = reversal
             .request
@@ -313,7 +321,9 @@ impl Perform {
         self.tasks.spawn(undoing.run(ready, told));
         match begun.await {
             Ok(Ok(Begun::Claimed)) => Ok(()),
-            Ok(Ok(Begun::Exists)) => Err(no_reversal("its reversal exists already; decide about that one")),
+            Ok(Ok(Begun::Taken)) => Err(no_reversal(
+                "the id of its reversal was taken in this moment; read the operation, and decide again if it is unchanged",
+            )),
             Ok(Ok(Begun::Changed)) => Err(changed(operation)),
             Ok(Err(error)) => Err(error.into()),
             // Only stopping ends it early.
@@ -321,9 +331,17 @@ impl Perform {
         }
     }
 
+    async fn reversal_name(&self, operation: &Operation) -> Result<compensation::Name, Error> {
+        let mut session = self.pool.reader(super::LIMITS).await?;
+        let name = compensation::name(&mut session, &operation.tenant, &operation.id).await?;
+        session.finish().await?;
+        Ok(name)
+    }
+
     /// The declared reversal, filled from the operation's answer.
     fn reversal(
         &self,
+        id: OperationId,
         operation: &Operation,
         stored: &Stored,
         downstream: &Downstream,
@@ -338,7 +356,6 @@ impl Perform {
                 Answer::Expired => None,
             });
         let answer: serde_json::Value = answer.unwrap_or_default();
-        let id = compensation::reversal_id(&operation.id);
         let key = forward::downstream_key(&operation.tenant, &id);
         let values = Values {
             operation_id: operation.id.as_str(),

@@ -25,8 +25,8 @@ use crate::postgres::error::Error;
 pub enum Begun {
     /// It is claimed, and its operation is being undone.
     Claimed,
-    /// There is one already.
-    Exists,
+    /// Somebody else was quicker with this id.
+    Taken,
     /// The operation is not as it was seen.
     Changed,
 }
@@ -48,7 +48,7 @@ impl Undoing {
         let perform = self.attempt.perform.clone();
         let reversal = self.attempt.forward.clone();
         let Some(place) = perform.claiming.enter(&reversal.tenant, &reversal.id) else {
-            return drop(told.send(Ok(Begun::Exists)));
+            return drop(told.send(Ok(Begun::Taken)));
         };
         let claimed = match self.begin(&perform, &reversal).await {
             Ok(begun) => {
@@ -78,7 +78,7 @@ impl Undoing {
             .write(async |session| {
                 let claimed = forward::claim_all(session, tenant, instance, LIMITS.lock, &[reversal]).await?;
                 if claimed.is_empty() {
-                    return Ok(Begun::Exists);
+                    return Ok(Begun::Taken);
                 }
                 let parent = &self.operation.id;
                 if !compensation::begin(session, parent, self.seen, reversal, note).await? {

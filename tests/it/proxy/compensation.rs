@@ -256,6 +256,44 @@ async fn a_reversal_that_cannot_be_made_changes_nothing() {
     assert_eq!(bench.pay.count(), 2);
 }
 
+/// Ids belong to whoever uses them first, and an agent must not be able to stand in the way of a reversal.
+#[tokio::test]
+async fn a_strangers_operation_under_the_reversals_usual_name_is_no_obstacle() {
+    let bench = charged(|_| Script::answer(200, "{}")).await;
+    bench.post("k:compensation", "/other", "{}").await;
+    assert_eq!(compensate(&bench, "k").await.status, 200);
+    let parent = bench.until("k", "compensated").await;
+    let reversal = parent["links"][0]["operation_id"].as_str().unwrap();
+    assert!(reversal.starts_with("k:compensation:"), "{reversal}");
+    let reversal = bench.operation(reversal).await;
+    assert_eq!(
+        (&reversal["state"], &reversal["links"][0]["operation_id"]),
+        (&json!("succeeded"), &json!("k"))
+    );
+    assert_eq!(bench.operation("k:compensation").await["links"], json!([]));
+    assert_eq!(bench.pay.sends("/charges/ch_1/refunds"), 1);
+}
+
+/// Also when its first reversal has another name than the one that is now free.
+#[tokio::test]
+async fn an_operation_has_one_reversal_whatever_that_is_called() {
+    let bench = charged(|_| Script::answer(402, "{}")).await;
+    bench.post("k:compensation", "/other", "{}").await;
+    assert_eq!(compensate(&bench, "k").await.status, 200);
+    let parent = bench.until("k", "needs_reconciliation").await;
+    let decision = json!({"verdict": "succeeded", "version": parent["version"], "reason": "it stands"});
+    assert_eq!(bench.operator().resolve("k", decision).await.status, 200);
+    let again = compensate(&bench, "k").await.is(409, "state-conflict");
+    let reversal = parent["links"][0]["operation_id"].as_str().unwrap();
+    assert!(
+        again.json()["detail"].as_str().unwrap().contains(reversal),
+        "{}",
+        again.json()
+    );
+    bench.nothing_more_is_sent().await;
+    assert_eq!(bench.pay.sends("/charges/ch_1/refunds"), 1);
+}
+
 #[tokio::test]
 async fn many_wishes_to_undo_it_are_one_reversal() {
     let bench = charged(|_| Script::answer(200, "{}")).await;
