@@ -84,7 +84,7 @@ pub fn router(app: Arc<App>) -> Router {
 }
 
 /// Gives each request its id, span, limits and metrics, and each answer its common headers.
-async fn every_request(State(app): State<Arc<App>>, request: Request, next: Next) -> Response {
+fn every_request(State(app): State<Arc<App>>, request: Request, next: Next) -> impl Future<Output = Response> + Send {
     let began = Instant::now();
     let id = uuid::Uuid::now_v7();
     let versioned = request.uri().path().starts_with("/v1/");
@@ -110,28 +110,34 @@ async fn every_request(State(app): State<Arc<App>>, request: Request, next: Next
     if let Some(parent) = TraceParent::of(request.headers()) {
         trace::continue_from(&span, &parent);
     }
-    let mut response = match within_limits(&app, &request).and_then(|()| framed(&request)) {
-        Ok(()) => next.run(request).instrument(span.clone()).await,
-        Err(problem) => {
-            let mut response = problem.into_response();
-            // What follows the head is not worth reading.
-            response
-                .headers_mut()
-                .insert(CONNECTION, HeaderValue::from_static("close"));
-            response
+    // On the heap: while it waits for its answer, a request would be in this future twice.
+    let running = within_limits(&app, &request)
+        .and_then(|()| framed(&request))
+        .map(|()| Box::pin(next.run(request).instrument(span.clone())));
+    async move {
+        let mut response = match running {
+            Ok(running) => running.await,
+            Err(problem) => {
+                let mut response = problem.into_response();
+                // What follows the head is not worth reading.
+                response
+                    .headers_mut()
+                    .insert(CONNECTION, HeaderValue::from_static("close"));
+                response
+            }
+        };
+        let status = response.status().as_u16();
+        span.record("status", status);
+        span.in_scope(|| tracing::debug!(duration_ms = began.elapsed().as_secs_f64() * 1e3, "answered"));
+        app.metrics.answered(&route, status, began.elapsed());
+        let headers = response.headers_mut();
+        answer::insert(headers, REQUEST_ID, &id.to_string());
+        headers.insert(NO_SNIFFING.0, NO_SNIFFING.1);
+        if versioned {
+            headers.insert(CACHE_CONTROL, HeaderValue::from_static("no-store"));
         }
-    };
-    let status = response.status().as_u16();
-    span.record("status", status);
-    span.in_scope(|| tracing::debug!(duration_ms = began.elapsed().as_secs_f64() * 1e3, "answered"));
-    app.metrics.answered(&route, status, began.elapsed());
-    let headers = response.headers_mut();
-    answer::insert(headers, REQUEST_ID, &id.to_string());
-    headers.insert(NO_SNIFFING.0, NO_SNIFFING.1);
-    if versioned {
-        headers.insert(CACHE_CONTROL, HeaderValue::from_static("no-store"));
+        response
     }
-    response
 }
 
 fn within_limits(app: &App, request: &Request) -> Result<(), Problem> {

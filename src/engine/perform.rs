@@ -199,12 +199,10 @@ impl Perform {
             Err(not_sent) => return Box::pin(self.unreachable(&forward, not_sent)).await,
         };
         let (reply, answered) = oneshot::channel();
-        let perform = self.clone();
-        self.tasks.spawn(async move {
-            perform
-                .claim_and_send(forward, downstream, route, ready, reply, respond_async)
-                .await;
-        });
+        let sending = self
+            .clone()
+            .claim_and_send(forward, downstream, route, ready, reply, respond_async);
+        self.tasks.spawn(sending);
         // The sender is dropped unused only when the task ends early, which only stopping does.
         answered.await.unwrap_or(Err(Refusal::Stopping))
     }

@@ -60,7 +60,38 @@ fn every_method() -> MethodRouter<Arc<App>> {
         .delete(proxy)
 }
 
-async fn proxy(State(app): State<Arc<App>>, request: Request) -> Result<Response, Problem> {
+/// What is asked for.
+enum Asking {
+    Pass(send::Request, Arc<Downstream>),
+    Settle {
+        forward: Arc<Forward>,
+        downstream: Arc<Downstream>,
+        route: Arc<Route>,
+        preference: Preference,
+    },
+}
+
+fn proxy(State(app): State<Arc<App>>, request: Request) -> impl Future<Output = Result<Response, Problem>> + Send {
+    // On the heap, and gone before the downstream's answer is waited for: many wait at a time.
+    let asking = Box::pin(read(app.clone(), request));
+    async move {
+        match asking.await? {
+            Asking::Pass(request, downstream) => {
+                let passing = Box::pin(app.perform.pass(request, downstream)).await?;
+                Ok(pass_on(passing))
+            }
+            Asking::Settle {
+                forward,
+                downstream,
+                route,
+                preference,
+            } => settle(&app, forward, downstream, route, preference).await,
+        }
+    }
+}
+
+/// Everything about a request that can be wrong is found here.
+async fn read(app: Arc<App>, request: Request) -> Result<Asking, Problem> {
     let (parts, body) = request.into_parts();
     let (lines, method) = (&parts.headers, parts.method.clone());
     let caller = extract::caller(&app, lines, &[Role::Agent]).await?;
@@ -90,15 +121,17 @@ async fn proxy(State(app): State<Arc<App>>, request: Request) -> Result<Response
         body,
     };
     let Some(id) = key else {
-        let passing = Box::pin(app.perform.pass(request, downstream)).await?;
-        return Ok(pass_on(passing));
+        return Ok(Asking::Pass(request, downstream));
     };
     let content = Content::of(&downstream, &route, &request).await?;
     let forward = describe(&app, &caller, lines, &downstream, rest, id, request, content);
-    let preference = extract::preference(lines);
-    // Its lines are slices of the connection's read buffer, which would have to wait as long as the caller does.
-    drop(parts);
-    settle(&app, forward, downstream, route, preference).await
+    // The request's lines end here: they are slices of the connection's read buffer, which would wait as long as the caller.
+    Ok(Asking::Settle {
+        forward,
+        downstream,
+        route,
+        preference: extract::preference(lines),
+    })
 }
 
 /// Forwards it, and waits for what the downstream's abilities can still make of it.
@@ -118,7 +151,7 @@ pub async fn settle(
     if let Ok(Delivered::Known(outcome)) = &delivered {
         app.intake.count(&asked.tenant, outcome);
     }
-    conclude(app, asked, delivered, preference).await
+    Box::pin(conclude(app, asked, delivered, preference)).await
 }
 
 /// Stores it without sending anything.

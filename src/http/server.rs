@@ -41,7 +41,8 @@ pub async fn serve(
         let Some((stream, place)) = stream else { continue };
         let wire = Wire::new(stream, place, connections.clone());
         let connection = http.serve_connection(TokioIo::new(wire), TowerToHyperService::new(router.clone()));
-        let watched = graceful.watch(connection);
+        // On the heap: the task would hold it twice, before and after its first step.
+        let watched = Box::pin(graceful.watch(connection));
         connections.spawn(async move {
             if let Err(error) = watched.await {
                 tracing::debug!(error = %error, "connection ended");

@@ -74,7 +74,7 @@ struct Complete {
 
 impl Attempt {
     /// Sends, and carries what comes of it to the ledger and to whoever still waits.
-    pub async fn run(self, ready: Ready, reply: Option<Reply>) {
+    pub fn run(self, ready: Ready, reply: Option<Reply>) -> impl Future<Output = ()> + Send {
         let span = tracing::info_span!(
             "attempt",
             otel.kind = "client",
@@ -89,13 +89,24 @@ impl Attempt {
             trace::continue_from(&span, &parent);
         }
         let caller = ToCaller::new(reply, self.perform.tasks.clone(), self.perform.metrics.clone());
-        self.perform(ready, caller).instrument(span).await;
+        Box::new(self).perform(ready, caller).instrument(span)
     }
 
-    async fn perform(self, ready: Ready, mut caller: ToCaller) {
+    /// All that comes after the answer's head is on the heap: waiting for it is what may take long, and many do.
+    async fn perform(self: Box<Self>, ready: Ready, caller: ToCaller) {
         let began = Instant::now();
-        let ended = match self.send(ready).await {
-            // On the heap, as all that comes after the answer's head: waiting for it is what may take long, and many do.
+        let sent = if self.claimed.elapsed() > SEND_WITHIN {
+            ready.give_back();
+            let cause = "the claim was confirmed too late to be acted on; somebody else may have it by now";
+            Err(NotSent::new("late", cause).into())
+        } else {
+            ready.send(outgoing(&self.forward.request, &self.route)).await
+        };
+        Box::pin(self.conclude(began, sent, caller)).await;
+    }
+
+    async fn conclude(self: Box<Self>, began: Instant, sent: Result<Answer, Failure>, mut caller: ToCaller) {
+        let ended = match sent {
             Ok(answer) => Box::pin(self.receive(answer, &mut caller))
                 .await
                 .map_err(Failure::Unknown),
@@ -122,15 +133,6 @@ impl Attempt {
                 Box::pin(self.unknown(unknown, caller)).await;
             }
         }
-    }
-
-    async fn send(&self, ready: Ready) -> Result<Answer, Failure> {
-        if self.claimed.elapsed() > SEND_WITHIN {
-            ready.give_back();
-            let cause = "the claim was confirmed too late to be acted on; somebody else may have it by now";
-            return Err(NotSent::new("late", cause).into());
-        }
-        ready.send(outgoing(&self.forward.request, &self.route)).await
     }
 
     /// Reads the answer to its end, passing it on as it comes where that is wanted or where it grows too large to store.
