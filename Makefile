@@ -8,7 +8,7 @@ export PATH := $(PATH):$(CURDIR)/target/tools/bin
 help: ## Show this
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/ —/'
 
-run: ## Serve an example business over a private PostgreSQL, and print three curl commands
+run: ## Serve an example business over a private PostgreSQL, and print curl commands to try
 	@scripts/setup.sh run
 	cargo run --release --locked -- dev
 

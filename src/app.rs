@@ -298,21 +298,24 @@ pub struct Left {
 }
 
 impl Running {
-    /// Reads the configuration again and puts its kinds in place. A file that is not valid, or names a handler that
-    /// cannot be called, changes nothing.
-    pub async fn reload(&self) -> Result<usize, ReloadError> {
-        let Some(path) = &self.config_path else { return Ok(0) };
+    /// Reads the configuration again, puts its kinds and downstreams in place, and says how many there are. A file that is
+    /// not valid, or names a handler that cannot be called, changes nothing.
+    pub async fn reload(&self) -> Result<(usize, usize), ReloadError> {
+        let Some(path) = &self.config_path else {
+            return Ok((0, 0));
+        };
         let config = config::load(path)?;
         let faults = handler_faults(&self.app.pool, &config.kinds).await?;
         if !faults.is_empty() {
             return Err(ReloadError::Handlers { faults });
         }
         check_spool(&config, &self.app.limits.spool_dir)?;
-        let count = config.kinds.iter().count();
+        let kinds = config.kinds.iter().count() + config.downstream_kinds.iter().count();
+        let downstreams = config.downstreams.iter().count();
         self.app.intake.replace_kinds(config.kinds);
         let declared = Declared::new(config.downstreams, config.downstream_kinds);
         self.app.perform.replace(declared);
-        Ok(count)
+        Ok((kinds, downstreams))
     }
 
     /// Stops accepting, finishes what has begun within the drain limit, writes what was counted, and says what was left.

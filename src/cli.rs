@@ -40,7 +40,7 @@ pub struct Cli {
 
 const EXAMPLES: &str = "\
 Examples:
-  opledger dev                                     a private PostgreSQL, an example business, keys, three curl commands
+  opledger dev                                     a private PostgreSQL, an example business, keys, curl commands
   opledger migrate --grant-to opledger             prepare a database (as its owner)
   opledger serve --config opledger.toml            serve it (as the role opledger)
   opledger operations get acme:order-1001:refund:rev-1
@@ -76,6 +76,11 @@ enum Command {
     Healthcheck(healthcheck::Args),
     /// Print completions for a shell
     Completions(completions::Args),
+}
+
+/// An error with its causes, each said once.
+pub fn in_words(error: &anyhow::Error) -> String {
+    exit::chain(error.as_ref())
 }
 
 /// How long the last spans may take to reach the collector.

@@ -76,11 +76,21 @@ pub struct ListenArgs {
     pub listen: SocketAddr,
 }
 
+/// Options of every command are listed apart from its own.
+const GLOBAL: &str = "Global options";
+
 /// How it logs.
 #[derive(Debug, Clone, Args)]
 pub struct LogArgs {
     /// Form of the log lines on stderr
-    #[arg(long, env = "OPLEDGER_LOG_FORMAT", value_enum, default_value_t, global = true)]
+    #[arg(
+        long,
+        env = "OPLEDGER_LOG_FORMAT",
+        value_enum,
+        default_value_t,
+        global = true,
+        help_heading = GLOBAL
+    )]
     pub log_format: LogFormat,
     /// What is logged, e.g. debug or opledger=debug,sqlx=warn
     #[arg(
@@ -88,7 +98,8 @@ pub struct LogArgs {
         env = "OPLEDGER_LOG",
         default_value = "info",
         value_name = "FILTER",
-        global = true
+        global = true,
+        help_heading = GLOBAL
     )]
     pub log: String,
 }
@@ -96,7 +107,7 @@ pub struct LogArgs {
 /// Where the file is.
 #[derive(Debug, Clone, Args)]
 pub struct FileArgs {
-    /// Configuration file: kinds, limits, retention
+    /// Configuration file: kinds, downstreams, limits, retention
     #[arg(long, env = "OPLEDGER_CONFIG", default_value = "opledger.toml", value_name = "FILE")]
     pub config: PathBuf,
 }
@@ -124,7 +135,13 @@ pub struct ClientArgs {
 #[derive(Debug, Clone, Default, Args)]
 pub struct TraceArgs {
     /// Collector for traces (OTLP over HTTP), e.g. http://127.0.0.1:4318; without it none are exported
-    #[arg(long, env = "OTEL_EXPORTER_OTLP_ENDPOINT", value_name = "URL", global = true)]
+    #[arg(
+        long,
+        env = "OTEL_EXPORTER_OTLP_ENDPOINT",
+        value_name = "URL",
+        global = true,
+        help_heading = GLOBAL
+    )]
     pub otlp_endpoint: Option<String>,
     /// Headers that the collector wants: name=value,name=value
     #[arg(
@@ -132,7 +149,8 @@ pub struct TraceArgs {
         env = "OTEL_EXPORTER_OTLP_HEADERS",
         hide_env_values = true,
         value_name = "HEADERS",
-        global = true
+        global = true,
+        help_heading = GLOBAL
     )]
     pub otlp_headers: Option<String>,
 }
@@ -288,7 +306,7 @@ impl Default for Recovery {
 pub enum Error {
     #[error("cannot read {}", path.display())]
     Read { path: PathBuf, source: std::io::Error },
-    #[error("{} is not a valid configuration\n{source}", path.display())]
+    #[error("{} is not a valid configuration", path.display())]
     Parse {
         path: PathBuf,
         source: Box<toml::de::Error>,

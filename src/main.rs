@@ -23,7 +23,7 @@ async fn main() -> ExitCode {
     match opledger::cli::Cli::parse().run().await {
         Ok(code) => code,
         Err(error) => {
-            eprintln!("opledger: {error:#}");
+            eprintln!("opledger: {}", opledger::cli::in_words(&error));
             ExitCode::FAILURE
         }
     }

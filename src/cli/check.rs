@@ -44,6 +44,9 @@ pub async fn run(args: Args) -> anyhow::Result<ExitCode> {
         println!("downstream {}: {}", downstream.name, downstream.base);
         for route in downstream.routes.iter().chain([&downstream.undeclared]) {
             println!("  {}", route.sentence());
+            if let Some(haste) = downstream.haste(route) {
+                println!("    warning: {haste}");
+            }
         }
     }
     if config.downstreams.iter().next().is_some() {
@@ -51,8 +54,9 @@ pub async fn run(args: Args) -> anyhow::Result<ExitCode> {
     }
     let count = config.kinds.iter().count();
     if count == 0 && config.downstream_kinds.iter().count() == 0 {
-        println!("no kinds are registered: nothing can be submitted");
+        println!("{}", without_kinds(&config));
     }
+    app::check_spool(&config, &config.file.limits.spool_dir)?;
     if args.offline {
         println!(
             "{}: file and schemas are valid; handlers were not looked at",
@@ -60,7 +64,6 @@ pub async fn run(args: Args) -> anyhow::Result<ExitCode> {
         );
         return Ok(ExitCode::SUCCESS);
     }
-    app::check_spool(&config, &config.file.limits.spool_dir)?;
     let pool = Pool::open(&config.file.database.options(args.database.url()?)).await?;
     let faults = app::handler_faults(&pool, &config.kinds).await?;
     for fault in &faults {
@@ -74,5 +77,13 @@ pub async fn run(args: Args) -> anyhow::Result<ExitCode> {
         Ok(ExitCode::SUCCESS)
     } else {
         Ok(ExitCode::FAILURE)
+    }
+}
+
+/// What a file without kinds is good for.
+fn without_kinds(config: &config::Config) -> &'static str {
+    match config.downstreams.iter().next() {
+        Some(_) => "no kinds are registered: requests go through the proxy, /v1/proxy/{downstream}/…",
+        None => "neither kinds nor downstreams are registered: nothing can be submitted",
     }
 }

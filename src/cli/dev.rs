@@ -70,6 +70,12 @@ struct Ready {
     pid: u32,
 }
 
+impl Ready {
+    fn key(&self, role: &str) -> &str {
+        self.keys.get(role).map_or("", String::as_str)
+    }
+}
+
 /// One key per role.
 type Keys = BTreeMap<String, String>;
 
@@ -89,8 +95,8 @@ pub async fn run(args: Args) -> anyhow::Result<ExitCode> {
         started = begin(&args, &options.dir, &cluster, sandbox.address) => Some(started?),
         () = signals.told_to_stop() => None,
     };
-    if let Some((running, keys)) = started {
-        announce(&args, &running, keys, &cluster, sandbox.address)?;
+    if let Some((running, keys, config)) = started {
+        announce(&args, &running, keys, &config, &cluster, sandbox.address)?;
         watch(&running, &mut signals, &mut cluster).await;
         serve::stop(running).await;
     }
@@ -129,7 +135,7 @@ async fn begin(
     directory: &Path,
     cluster: &Cluster,
     sandbox: SocketAddr,
-) -> anyhow::Result<(Running, Keys)> {
+) -> anyhow::Result<(Running, Keys, PathBuf)> {
     create_database(cluster).await?;
     let owner = open(cluster.url(DATABASE)).await?;
     migrate::run(&owner, Some(SERVICE_ROLE)).await?;
@@ -153,13 +159,13 @@ async fn begin(
     };
     let start = app::Start {
         config: config::load(&config_path)?,
-        config_path: Some(config_path),
+        config_path: Some(config_path.clone()),
         database_url: cluster.url_as(SERVICE_ROLE, DATABASE),
         listen: args.listen,
         database_wait: Duration::ZERO,
         allow_unsafe_durability: false,
     };
-    Ok((app::start(start).await?, keys))
+    Ok((app::start(start).await?, keys, config_path))
 }
 
 async fn create_database(cluster: &Cluster) -> anyhow::Result<()> {
@@ -259,7 +265,14 @@ fn write_privately(path: &Path, bytes: &[u8]) -> std::io::Result<()> {
     std::fs::rename(unfinished, path)
 }
 
-fn announce(args: &Args, running: &Running, keys: Keys, cluster: &Cluster, sandbox: SocketAddr) -> anyhow::Result<()> {
+fn announce(
+    args: &Args,
+    running: &Running,
+    keys: Keys,
+    config: &Path,
+    cluster: &Cluster,
+    sandbox: SocketAddr,
+) -> anyhow::Result<()> {
     let ready = Ready {
         url: format!("http://{}", running.address),
         tenant: TENANT,
@@ -271,14 +284,63 @@ fn announce(args: &Args, running: &Running, keys: Keys, cluster: &Cluster, sandb
     if args.json {
         println!("{}", serde_json::to_string(&ready)?);
     } else {
-        print!("{}", greeting(&ready));
+        let stays = if args.ephemeral {
+            "all data goes with it"
+        } else {
+            "the data stays"
+        };
+        let example = match &args.config {
+            None => shop_example(&ready),
+            Some(_) => own_example(&ready, config, running),
+        };
+        print!("{}", greeting(&ready, &example, config, stays));
     }
     Ok(())
 }
 
-fn greeting(ready: &Ready) -> String {
-    let url = &ready.url;
-    let agent = ready.keys.get("agent").map_or("", String::as_str);
+/// What a file of one's own can be tried with.
+fn own_example(ready: &Ready, path: &Path, running: &Running) -> String {
+    let (url, agent) = (&ready.url, ready.key("agent"));
+    let mut text = format!(
+        "opledger is ready at {url}, with {} and the tenant \"{}\".\n",
+        path.display(),
+        ready.tenant
+    );
+    let (handled, forwarded) = (running.app.intake.kinds(), running.app.perform.kinds());
+    let kinds: Vec<_> = handled
+        .iter()
+        .map(|kind| kind.name.clone())
+        .chain(forwarded.iter().map(|kind| kind.name.clone()))
+        .collect();
+    let downstreams = running.app.perform.downstreams();
+    let downstreams: Vec<_> = downstreams.iter().map(|downstream| downstream.name.clone()).collect();
+    if let Some(kind) = kinds.first() {
+        text.push_str(&format!(
+            r#"
+Kinds: {}. Submit an operation, with a payload of your own; sent again, it is answered and not done again:
+
+  curl -sS {url}/v1/operations -H 'Authorization: Bearer {agent}' -H 'Content-Type: application/json' \
+    -H 'Idempotency-Key: demo:intent-1' -d '{{"kind":"{kind}","payload":{{}}}}'
+"#,
+            kinds.join(", "),
+        ));
+    }
+    if let Some(downstream) = downstreams.first() {
+        text.push_str(&format!(
+            r#"
+Downstreams: {}. Send a request through the proxy, with a path and a body that it knows; sent again, it is answered
+and not forwarded again:
+
+  curl -sS -i {url}/v1/proxy/{downstream}/PATH -H 'Authorization: Bearer {agent}' -H 'Content-Type: application/json' \
+    -H 'Idempotency-Key: demo:intent-2' -d '{{}}'
+"#,
+            downstreams.join(", "),
+        ));
+    }
+    text
+}
+
+fn greeting(ready: &Ready, example: &str, config: &Path, stays: &str) -> String {
     let keys: String = ready
         .keys
         .iter()
@@ -286,7 +348,25 @@ fn greeting(ready: &Ready) -> String {
         .collect();
     format!(
         r#"
-opledger is ready at {url}, with the example shop and the tenant "{tenant}".
+{example}
+Keys:
+{keys}
+Tables: psql '{database}'
+What nobody knows the outcome of: OPLEDGER_API_KEY={operator} opledger unknowns --url {url}
+What is wrong, if something is: DATABASE_URL='{database}' opledger doctor --config {config}
+Stop with Ctrl-C; {stays}.
+"#,
+        url = ready.url,
+        database = ready.database_url,
+        operator = ready.key("operator"),
+        config = config.display(),
+    )
+}
+
+fn shop_example(ready: &Ready) -> String {
+    let (url, agent) = (&ready.url, ready.key("agent"));
+    format!(
+        r#"opledger is ready at {url}, with the example shop and the tenant "{tenant}".
 
 Pay order 1001's customer 5.00 back:
 
@@ -309,14 +389,8 @@ Send a request through the proxy to an API that acts and then hangs up, so that 
 
 It is unknown, and is not sent again. Through sandbox-key, which remembers keys, the same settles by itself.
 The sandbox ({sandbox}) counts for itself: curl '{sandbox}/_effects?ref=order-1001'
-
-Keys:
-{keys}
-Tables: psql '{database}'
-Stop with Ctrl-C; the data stays.
 "#,
         tenant = ready.tenant,
-        database = ready.database_url,
         sandbox = ready.sandbox_url,
     )
 }

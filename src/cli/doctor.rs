@@ -91,14 +91,16 @@ fn file(args: &FileArgs, findings: &mut Findings) -> Option<Config> {
     match config::load(&args.config) {
         Ok(config) => {
             let kinds = config.kinds.iter().count() + config.downstream_kinds.iter().count();
-            if kinds == 0 {
+            let downstreams = config.downstreams.iter().count();
+            if kinds + downstreams == 0 {
                 findings.warn(
                     "settings",
-                    format!("{path} names no kinds"),
-                    "register one: [kinds.\"order.refund\"]",
+                    format!("{path} names neither kinds nor downstreams"),
+                    "register one: [kinds.\"order.refund\"] or [downstreams.payments]",
                 );
             } else {
-                findings.ok("settings", format!("{path} is valid and names {kinds} kinds"));
+                let what = format!("{path} is valid and names {kinds} kinds and {downstreams} downstreams");
+                findings.ok("settings", what);
             }
             Some(config)
         }

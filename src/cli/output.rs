@@ -212,6 +212,11 @@ pub fn one_line(value: Option<&RawValue>) -> String {
     value.map_or_else(|| "–".to_owned(), |value| value.get().to_owned())
 }
 
+/// How many there are, in words.
+pub fn counted(count: i64, one: &str, several: &str) -> String {
+    format!("{count} {}", if count == 1 { one } else { several })
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

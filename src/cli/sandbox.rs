@@ -16,7 +16,7 @@ Examples:
   opledger sandbox                              charges, mails and bookings under /key, /conditional, /lookup, /none
   curl http://127.0.0.1:8090/none/charges -H 'Content-Type: application/json' -d '{\"amount\":500,\"ref\":\"order-1001\"}'
   curl 'http://127.0.0.1:8090/_effects?ref=order-1001'
-  curl … -H 'Sandbox-Fault: drop-after'         it acts, and closes the connection without an answer
+  curl … -H 'Sandbox-Fault: drop-after, times=1'   it acts, and hangs up; the same sent again is answered
 
 It is a toy: everything is in memory, and nobody is authenticated. `opledger dev` starts one of its own.")]
 pub struct Args {

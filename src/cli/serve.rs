@@ -14,7 +14,7 @@ Examples:
   DATABASE_URL=postgres://opledger@db/ledger opledger serve
   opledger serve --database-url-file /run/secrets/database_url --listen 0.0.0.0:8080 --config /etc/opledger.toml
 
-Signals: SIGHUP reads the configuration's kinds again; SIGTERM and SIGINT stop accepting, drain, and exit.")]
+Signals: SIGHUP reads the configuration's kinds and downstreams again; SIGTERM and SIGINT stop accepting, drain, and exit.")]
 pub struct Args {
     #[command(flatten)]
     file: FileArgs,
@@ -89,9 +89,10 @@ pub async fn until_stopped(running: &Running, signals: &mut Signals) {
 
 async fn reload(running: &Running) {
     match running.reload().await {
-        Ok(kinds) => tracing::info!(
+        Ok((kinds, downstreams)) => tracing::info!(
             kinds,
-            "configuration reloaded: kinds and their retention are in force, other settings need a restart"
+            downstreams,
+            "configuration reloaded: kinds, with their retention, and downstreams are in force, other settings need a restart"
         ),
         Err(error) => {
             let error = anyhow::Error::from(error);

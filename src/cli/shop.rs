@@ -34,6 +34,11 @@ const FILES: &[(&str, &str)] = &[
 
 /// Makes or renews the schema `shop`, and gives the tenant its accounts, orders and tickets if they are not there.
 pub async fn load(session: &mut Session, tenant: &str, accounts: u32) -> Result<(), Error> {
+    // What is there from an earlier start is no news.
+    sqlx::raw_sql("set local client_min_messages = warning")
+        .execute(session.connection())
+        .await
+        .map_err(doing("load the example business"))?;
     for (_, sql) in SQL {
         sqlx::raw_sql(*sql)
             .execute(session.connection())

@@ -55,6 +55,8 @@ struct Unknown {
     unknown_since: Option<String>,
     age_seconds: Option<i64>,
     due_at: Option<String>,
+    /// Its key at the downstream, where that takes one.
+    downstream_key: Option<String>,
     last: Option<Last>,
     to_do: Advice,
     #[serde(skip)]
@@ -155,6 +157,7 @@ impl Unknown {
             unknown_since: operation.unknown_since().map(str::to_owned),
             age_seconds: age,
             due_at: operation.due_at.clone(),
+            downstream_key: operation.downstream_key.clone(),
             last: operation.last().map(Last::of),
             to_do: operation.advice(),
             recovery: operation.recovery(),
@@ -167,12 +170,19 @@ impl Unknown {
             .age_seconds
             .map_or_else(|| format!("since {}", self.created_at), words);
         let mut text = format!("{}\n", inert(&self.operation_id));
-        let mut line = |name: &str, value: &str| text.push_str(&format!("  {name:<8}  {}\n", inert(value)));
+        let mut line = |name: &str, value: &str| text.push_str(&format!("  {name:<9}  {}\n", inert(value)));
         line("what", &format!("{}: {}", self.kind, self.target));
         line(
             "age",
-            &format!("{age}, {} attempts, version {}", self.attempts, self.version),
+            &format!(
+                "{age}, {}, version {}",
+                output::counted(self.attempts, "attempt", "attempts"),
+                self.version
+            ),
         );
+        if let Some(key) = &self.downstream_key {
+            line("key there", key);
+        }
         if let Some(last) = &self.last {
             line("last", &last.in_words);
         }
@@ -226,7 +236,9 @@ mod tests {
         assert_eq!(unknown.unknown_since.as_deref(), Some("t2"));
         let text = unknown.render();
         assert!(
-            text.starts_with("a;b\n  what      charge: POST pay/charges\n  age       3 d 5 h, 2 attempts, version 3\n"),
+            text.starts_with(
+                "a;b\n  what       charge: POST pay/charges\n  age        3 d 5 h, 2 attempts, version 3\n"
+            ),
             "{text}"
         );
         assert!(text.contains(r"left_to_people: cannot\u{1b}[2J be\u{a}asked"), "{text}");

@@ -543,6 +543,7 @@ struct Document {
     version: i32,
     run: Option<Box<RawValue>>,
     external_reference: Option<String>,
+    downstream_key: Option<String>,
     requested_by: String,
     deliveries: i64,
     attempts: i32,
@@ -593,6 +594,10 @@ impl Document {
             version: summary.version,
             run: raw(summary.run),
             external_reference: summary.external_reference,
+            downstream_key: OperationId::parse(&summary.operation_id)
+                .ok()
+                .filter(|_| summary.is_forwarded)
+                .map(|id| forward::downstream_key(&caller.tenant, &id)),
             requested_by: summary.requested_by,
             deliveries: summary.deliveries + unwritten,
             attempts: summary.attempts,

@@ -165,6 +165,8 @@ pub struct Summary {
     pub version: i32,
     pub run: Option<String>,
     pub external_reference: Option<String>,
+    /// A downstream performs it.
+    pub is_forwarded: bool,
     pub requested_by: String,
     pub deliveries: i64,
     pub attempts: i32,
@@ -206,7 +208,7 @@ const SUMMARY: &str = r"
                 then o.run::text end as run,
            case when o.state = 'compensating' or o.receipt_expires_at > statement_timestamp() or o.settled_at is null
                 then o.external_reference end as external_reference,
-           o.requested_by, 1 + coalesce(d.repeats, 0) as deliveries, o.attempt, o.created_at,
+           o.downstream is not null as is_forwarded, o.requested_by, 1 + coalesce(d.repeats, 0) as deliveries, o.attempt, o.created_at,
            case when o.state in ('retry_wait', 'needs_reconciliation') then o.due_at end as due_at,
            o.settled_at, o.receipt_expires_at, r.status, r.headers::text as headers,
            encode(r.body_sha256, 'hex') as body_sha256, coalesce(r.omitted_bytes, octet_length(r.body)) as size,
@@ -376,6 +378,7 @@ async fn summaries(
                 version: row.get("version"),
                 run: row.get("run"),
                 external_reference: row.get("external_reference"),
+                is_forwarded: row.get("is_forwarded"),
                 requested_by: row.get("requested_by"),
                 deliveries: row.get("deliveries"),
                 attempts: row.get("attempt"),

@@ -2,7 +2,22 @@
 
 use std::time::Duration;
 
-use super::downstream::{Ability, Route};
+use super::downstream::{Ability, Downstream, Route};
+
+impl Downstream {
+    /// Why a route's `max_in_flight` may be too short, if so.
+    pub fn haste(&self, route: &Route) -> Option<String> {
+        let longest = self.limits.head + self.limits.idle;
+        (route.max_in_flight < longest).then(|| {
+            format!(
+                "max_in_flight is {}, but an attempt may take {} (head_timeout and idle_timeout) from here alone; one that \
+                 still acts could be taken for one that did not",
+                words(route.max_in_flight),
+                words(longest)
+            )
+        })
+    }
+}
 
 impl Route {
     /// What it can do, and what follows an unknown outcome.

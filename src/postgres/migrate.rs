@@ -90,6 +90,8 @@ pub async fn status(pool: &Pool) -> Result<Status, Error> {
 }
 
 const CREATE_TABLE: &str = "
+    -- That it is there already is no news.
+    set local client_min_messages = warning;
     create schema if not exists ledger;
     create table if not exists ledger.migrations (
         version    bigint      not null primary key,

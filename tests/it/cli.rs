@@ -143,9 +143,10 @@ async fn unknowns_are_shown_oldest_first_with_what_happened_and_what_to_do() {
         .collect();
     assert_eq!(heads, ["first;id", "second", "third"]);
     for text in [
-        "what      pay.charge: POST pay/charges",
-        "1 attempts, version 2",
-        "last      outcome_unknown: ",
+        "what       pay.charge: POST pay/charges",
+        "key there  opl-",
+        "1 attempt, version 2",
+        "last       outcome_unknown: ",
         "only a person can decide",
         "goes on by itself at 2",
         "opledger operations resolve --verdict succeeded --reason '…' 'first;id'",
@@ -179,7 +180,7 @@ async fn get_shows_an_unknown_with_the_time_of_the_next_look_and_what_to_do() {
         .to_owned();
     assert!(shown.contains(&format!("goes on by itself at {due_at}")), "{shown}");
     assert!(shown.contains("find out whether it acted: POST pay/looked"), "{shown}");
-    assert!(shown.contains("1 attempts, unknown effects"), "{shown}");
+    assert!(shown.contains("1 attempt, unknown effects"), "{shown}");
 }
 
 #[tokio::test]

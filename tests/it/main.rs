@@ -10,6 +10,7 @@ mod claims;
 mod cli;
 mod contract;
 mod crashes;
+mod dev;
 mod edge;
 mod fingerprints;
 mod groups;

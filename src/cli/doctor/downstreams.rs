@@ -107,7 +107,6 @@ fn declared(downstream: &Downstream, findings: &mut Findings) {
             "declare what its paths can do: [[downstreams.NAME.routes]] with idempotency = \"key\", \"conditional\" or \"lookup\"",
         );
     }
-    let longest = downstream.limits.head + downstream.limits.idle;
     for route in &downstream.routes {
         if route.ability == Ability::None {
             findings.warn(
@@ -119,14 +118,10 @@ fn declared(downstream: &Downstream, findings: &mut Findings) {
                 "if it takes a key, refuses what is done already, or can be asked, declare its idempotency",
             );
         }
-        if route.max_in_flight < longest {
+        if let Some(haste) = downstream.haste(route) {
             findings.warn(
                 "routes",
-                format!(
-                    "downstream {name}, {}: max_in_flight is {:?}, but an attempt may take {longest:?} (head_timeout and \
-                     idle_timeout) from here alone; one that still acts could be taken for one that did not",
-                    route.name, route.max_in_flight
-                ),
+                format!("downstream {name}, {}: {haste}", route.name),
                 "raise max_in_flight above both, or leave it out; or lower the time-outs",
             );
         }

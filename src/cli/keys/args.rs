@@ -28,7 +28,7 @@ pub struct WayArgs {
 #[derive(Debug, Args)]
 #[command(after_help = exit::HELP)]
 pub struct CreateArgs {
-    /// agent submits and reads, approver decides, operator reads everything and repairs, admin makes keys
+    /// agent submits and reads, approver reads, operator reads everything and settles, admin makes keys
     #[arg(long, value_parser = role)]
     pub role: Role,
     /// What people call the key

@@ -4,7 +4,7 @@ use serde::Deserialize;
 use serde_json::value::RawValue;
 
 use crate::cli::exit::Failure;
-use crate::cli::output::{Table, one_line};
+use crate::cli::output::{Table, counted, one_line};
 
 /// The receipt of an operation that succeeded.
 #[derive(Debug, Deserialize)]
@@ -43,6 +43,8 @@ pub struct Operation<'a> {
     #[serde(borrow)]
     run: Option<&'a RawValue>,
     external_reference: Option<String>,
+    #[serde(default)]
+    pub downstream_key: Option<String>,
     requested_by: String,
     deliveries: i64,
     pub attempts: i64,
@@ -140,16 +142,17 @@ impl Operation<'_> {
             ("fingerprint", self.fingerprint.clone()),
             (
                 "counts",
-                format!(
-                    "{} deliveries, {} attempts, {} effects",
-                    self.deliveries,
-                    self.attempts,
-                    self.effects()
-                ),
+                [
+                    counted(self.deliveries, "delivery", "deliveries"),
+                    counted(self.attempts, "attempt", "attempts"),
+                    self.effects(),
+                ]
+                .join(", "),
             ),
             ("requested by", self.requested_by.clone()),
             ("run", one_line(self.run)),
             ("reference", or_none(self.external_reference.as_deref())),
+            ("key there", or_none(self.downstream_key.as_deref())),
             ("created", self.created_at.clone()),
             ("settled", or_none(self.settled_at.as_deref())),
             ("receipt", or_none(receipt.as_deref())),
@@ -173,8 +176,10 @@ impl Operation<'_> {
     }
 
     fn effects(&self) -> String {
-        self.effects
-            .map_or_else(|| "unknown".to_owned(), |effects| effects.to_string())
+        self.effects.map_or_else(
+            || "unknown effects".to_owned(),
+            |effects| counted(effects, "effect", "effects"),
+        )
     }
 }
 

@@ -71,7 +71,8 @@ impl Operation<'_> {
         }
         steps.push(format!("find out whether it acted: {}", self.target));
         steps.push(format!(
-            "if it did: opledger operations resolve --verdict succeeded --reason '…' {id}"
+            "if it did: opledger operations resolve --verdict succeeded --reason '…' {id} \
+             (callers get a short statement of that; with --answer-status and --answer-body, the answer that was lost)"
         ));
         steps.push(format!(
             "if not: --verdict not-executed lets it be sent again, --verdict failed ends it; in doubt: opledger operations history {id}"
