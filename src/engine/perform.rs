@@ -425,7 +425,10 @@ impl Perform {
                 .write(async |session| forward::withdraw(session, tenant, id, fence).await)
                 .await;
             match withdrawn {
-                Ok(true) => break,
+                Ok(true) => {
+                    tracing::info!(operation.id = %id, "a claim arrived late and was taken back; its request was not sent");
+                    break;
+                }
                 Ok(false) => {}
                 Err(error) => warn_of_doubt(id, &error),
             }

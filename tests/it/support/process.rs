@@ -140,7 +140,7 @@ impl Process {
 
     /// Waits until it has logged a line with this text.
     pub async fn has_logged(&self, text: &str) {
-        let give_up_at = Instant::now() + Duration::from_secs(10);
+        let give_up_at = Instant::now() + Duration::from_secs(20);
         while !self.log().contains(text) {
             assert!(Instant::now() < give_up_at, "it never logs {text:?}:\n{}", self.log());
             tokio::time::sleep(Duration::from_millis(10)).await;
